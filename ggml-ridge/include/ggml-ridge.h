@@ -1,0 +1,101 @@
+#pragma once
+
+// ggml-ridge: what RidgeFill needs of ggml and gguf alone, without libllama.
+//   sidecar    read and check a GGUF of ridge maps (docs/SIDECAR.md)
+//   selectors  which rows of a prompt run exactly
+// Plain C. Functions that fail return NULL or -1 and write a message for people into err.
+
+#include "ggml.h"
+#include "ggml-backend.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef _WIN32
+#    ifdef GGML_RIDGE_BUILD
+#        define GGML_RIDGE_API __declspec(dllexport)
+#    else
+#        define GGML_RIDGE_API __declspec(dllimport)
+#    endif
+#else
+#    define GGML_RIDGE_API __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+    #define GGML_RIDGE_FORMAT_VERSION 1
+
+    //
+    // sidecar
+    //
+
+    struct ggml_ridge_sidecar; // metadata and host copies of the tensors, fully checked
+
+    // What a sidecar is checked against. Strings are borrowed.
+    struct ggml_ridge_expect {
+        const char * architecture;
+        const char * tokenizer_sha256;
+        const char * hparams;          // canonical text of the model's hyper-parameters
+        int32_t      block_count;      // L
+        int32_t      embedding_length; // d
+    };
+
+    // Open path and check everything: container, types, shapes, bounds, hashes, finite content, and, unless expect is
+    // NULL, that it was made for this model. Reads the whole file; never maps it. Never aborts on a malformed file.
+    GGML_RIDGE_API struct ggml_ridge_sidecar * ggml_ridge_sidecar_load(
+            const char * path, const struct ggml_ridge_expect * expect, char * err, size_t err_size);
+    GGML_RIDGE_API void ggml_ridge_sidecar_free(struct ggml_ridge_sidecar * sc);
+
+    GGML_RIDGE_API const char * ggml_ridge_sidecar_hash    (const struct ggml_ridge_sidecar * sc); // sha256 of the file, hex
+    GGML_RIDGE_API const char * ggml_ridge_sidecar_kind    (const struct ggml_ridge_sidecar * sc); // "input"
+    GGML_RIDGE_API int32_t      ggml_ridge_sidecar_split   (const struct ggml_ridge_sidecar * sc);
+    GGML_RIDGE_API int32_t      ggml_ridge_sidecar_n_layer (const struct ggml_ridge_sidecar * sc);
+    GGML_RIDGE_API int32_t      ggml_ridge_sidecar_n_embd  (const struct ggml_ridge_sidecar * sc);
+    GGML_RIDGE_API int32_t      ggml_ridge_sidecar_n_tail  (const struct ggml_ridge_sidecar * sc);
+    GGML_RIDGE_API int32_t      ggml_ridge_sidecar_n_sink  (const struct ggml_ridge_sidecar * sc);
+    GGML_RIDGE_API int32_t      ggml_ridge_sidecar_file_type(const struct ggml_ridge_sidecar * sc); // of the model it was fitted on, -1 if unknown
+
+    // value of a string key, or NULL
+    GGML_RIDGE_API const char * ggml_ridge_sidecar_str(const struct ggml_ridge_sidecar * sc, const char * key);
+
+    // expected sha256 (hex) of the i-th anchor tensor of the model, NULL past the end
+    GGML_RIDGE_API const char * ggml_ridge_sidecar_anchor(const struct ggml_ridge_sidecar * sc, int32_t i, const char ** name);
+
+    // host tensors of layer il (split < il < n_layer): weight [n_embd, n_embd] of the map type, bias [n_embd] f32; else NULL
+    GGML_RIDGE_API const struct ggml_tensor * ggml_ridge_sidecar_weight(const struct ggml_ridge_sidecar * sc, int32_t il);
+    GGML_RIDGE_API const struct ggml_tensor * ggml_ridge_sidecar_bias  (const struct ggml_ridge_sidecar * sc, int32_t il);
+
+    // sha256 of a buffer as 64 lower-case hex digits and a NUL
+    GGML_RIDGE_API void ggml_ridge_sha256(const void * data, size_t size, char hex[65]);
+
+    //
+    // row selectors: write sorted, unique row indices of [row0, row1) into rows, return their number
+    //
+
+    enum ggml_ridge_selector {
+        GGML_RIDGE_SELECT_NONE   = 0,
+        GGML_RIDGE_SELECT_RANDOM = 1,
+        GGML_RIDGE_SELECT_DIGITS = 2,
+    };
+
+    // -1 for an unknown name
+    GGML_RIDGE_API int32_t      ggml_ridge_selector_from_name(const char * name);
+    GGML_RIDGE_API const char * ggml_ridge_selector_name(int32_t selector);
+
+    // budget: 0 < b < 1 is a share of the rows, b >= 1 a number of rows, 0 no rows for random and no limit for digits.
+    // -1 if it is negative or not finite
+    GGML_RIDGE_API int32_t ggml_ridge_budget_rows(float budget, int32_t n_rows);
+
+    // n rows drawn without replacement, the same for the same seed on every platform
+    GGML_RIDGE_API int32_t ggml_ridge_select_random(int32_t row0, int32_t row1, int32_t n, uint64_t seed, int32_t * rows);
+
+    // every row whose text holds an ASCII digit; the last n_max of them (n_max <= 0: no limit)
+    GGML_RIDGE_API int32_t ggml_ridge_select_digits(
+            int32_t row0, int32_t row1, const char * const * pieces, const int32_t * piece_len, int32_t n_max, int32_t * rows);
+
+#ifdef __cplusplus
+}
+#endif
