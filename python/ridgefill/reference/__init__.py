@@ -1,0 +1,10 @@
+"""The oracle: a transformer forward pass with RidgeFill, in NumPy float64, from the tensors of a GGUF.
+
+It is written from the papers' definitions and the models' published graphs and shares no code with what it checks:
+neither libllama nor the rest of this package is imported here. It is slow and plain on purpose.
+"""
+from .fill import Fill, load_maps
+from .forward import Result, forward
+from .weights import ReferenceError, Weights
+
+__all__ = ["Fill", "ReferenceError", "Result", "Weights", "forward", "load_maps"]
