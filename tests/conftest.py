@@ -1,0 +1,59 @@
+"""What all tests share: the two libraries, models, and a loader for scripts.
+
+Nothing here reaches the network but pip, which fetches the real model by name and hash (scripts/fetch_model.py).
+"""
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pico
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def _library(folder: Path, make: str) -> Path:
+    if not (folder / "libllama.so").exists() and not (folder / "libllama.dylib").exists():
+        pytest.fail(f"expected libllama in {folder}, found none: build it with {make}", pytrace=False)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def patched_lib() -> Path:
+    """Folder of the patched libllama and of our tools."""
+    return _library(Path(os.environ.get("RIDGE_BUILD", ROOT / "build")) / "bin", "scripts/setup.sh")
+
+
+@pytest.fixture(scope="session")
+def stock_lib() -> Path:
+    """Folder of the unpatched libllama."""
+    return _library(Path(os.environ.get("RIDGE_BUILD_STOCK", ROOT / "build-stock")) / "bin", "scripts/setup.sh --stock")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct as shipped (Q4_1), fetched once."""
+    p = subprocess.run([sys.executable, ROOT / "scripts" / "fetch_model.py"], capture_output=True, text=True)
+    assert p.returncode == 0, p.stderr
+    return Path(p.stdout.strip())
+
+
+@pytest.fixture(scope="session")
+def pico_model(tmp_path_factory):
+    """pico_model(arch, **keywords of pico.build) -> path, each distinct model written once per run."""
+    folder, built = tmp_path_factory.mktemp("pico"), {}
+
+    def get(arch: str, **kw) -> Path:
+        key = json.dumps([arch, kw], sort_keys=True)
+        if key not in built:
+            name = f"{arch}-{hashlib.sha256(key.encode()).hexdigest()[:10]}.gguf"
+            built[key] = Path(pico.build(folder / name, arch, **kw))
+        return built[key]
+
+    return get
