@@ -34,7 +34,7 @@ extern "C" {
         LLAMA_RIDGE_DONE            =  1, // prefill_step: nothing is left to do
         LLAMA_RIDGE_ERR_ARGUMENT    = -1, // a parameter is out of range; nothing was changed
         LLAMA_RIDGE_ERR_UNSUPPORTED = -2, // this model, memory or context cannot be filled; nothing was changed
-        LLAMA_RIDGE_ERR_NO_SPACE    = -3, // no free cells; nothing was changed
+        LLAMA_RIDGE_ERR_NO_SPACE    = -3, // no free cells or memory; a step removed the rows of its prefill from the cache
         LLAMA_RIDGE_ERR_COMPUTE     = -4, // the backend failed; the rows of this prefill were removed from the cache
         LLAMA_RIDGE_ERR_STATE       = -5, // the cache was changed under the prefill; its rows were removed
         LLAMA_RIDGE_ERR_FILE        = -6, // the sidecar was refused

@@ -1,0 +1,155 @@
+#include "common-ridge-args.h"
+
+#include "arg.h"
+#include "common.h"
+#include "ggml-ridge.h"
+#include "llama-ridge.h"
+
+#include <cerrno>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <limits>
+#include <stdexcept>
+
+// message of a value that is out of range; the parser puts the flag's name before it
+static std::invalid_argument bad_value(const std::string & expected, const std::string & found) {
+    return std::invalid_argument("expected " + expected + ", found '" + found + "'");
+}
+
+static int32_t parse_rows(const std::string & value) {
+    const char * begin = value.c_str();
+    char * end = nullptr;
+    errno = 0;
+    const long long n = std::strtoll(begin, &end, 10);
+    if (end == begin || *end != '\0' || errno != 0 || n < 1 || n > std::numeric_limits<int32_t>::max()) {
+        throw bad_value("a whole number of rows, 1 or more", value);
+    }
+    return (int32_t) n;
+}
+
+static void set_maps(common_params & params, const std::string & value) {
+    if (value.empty()) {
+        throw bad_value("a file name", value);
+    }
+    params.ridge.maps = value;
+}
+
+static void set_mode(common_params & params, const std::string & value) {
+    params.ridge.mode = llama_ridge_mode_from_name(value.c_str());
+    if (params.ridge.mode < 0) {
+        throw bad_value("off, plumb, identity, nofill or fill", value);
+    }
+}
+
+static void set_rows(common_params & params, const std::string & value) {
+    params.ridge.rows = ggml_ridge_selector_from_name(value.c_str());
+    if (params.ridge.rows < 0) {
+        throw bad_value("none, random or digits", value);
+    }
+}
+
+static void set_budget(common_params & params, const std::string & value) {
+    const char * begin = value.c_str();
+    char * end = nullptr;
+    const float budget = std::strtof(begin, &end);
+    if (end == begin || *end != '\0' || !std::isfinite(budget) || budget < 0.0f) {
+        throw bad_value("a share of the rows (0 < F < 1), a number of rows (F >= 1), or 0", value);
+    }
+    params.ridge.budget = budget;
+}
+
+static void set_seed(common_params & params, const std::string & value) {
+    const char * begin = value.c_str();
+    char * end = nullptr;
+    errno = 0;
+    const unsigned long long seed = std::strtoull(begin, &end, 10);
+    if (end == begin || *end != '\0' || errno != 0 || *begin == '-') {
+        throw bad_value("a whole number, 0 or more", value);
+    }
+    params.ridge.seed = seed;
+}
+
+void common_ridge_add_args(const std::function<void(common_arg)> & add_opt) {
+    const auto add = [&](common_arg arg, const char * env) {
+        // the command line tool runs the same server inside itself
+        add_opt(arg.set_examples({LLAMA_EXAMPLE_SERVER, LLAMA_EXAMPLE_CLI}).set_env(env));
+    };
+
+    add(common_arg({"--ridge-maps"}, "FILE",
+        "file of ridge maps: most rows of a long prompt skip the upper layers, whose keys and values the maps predict "
+        "(default: none, every prompt runs exactly)", set_maps), "LLAMA_ARG_RIDGE_MAPS");
+    add(common_arg({"--ridge-mode"}, "{off,plumb,identity,nofill,fill}",
+        "off: exact; plumb: both sweeps with every row exact; identity: predict by the split layer's state itself; "
+        "nofill: rows are invisible to the upper layers; fill: predict by the maps "
+        "(default: fill with --ridge-maps, else off)", set_mode), "LLAMA_ARG_RIDGE_MODE");
+    add(common_arg({"--ridge-tail"}, "N",
+        "last rows of a prompt that always run exactly (default: what the file of maps recommends)",
+        [](common_params & params, const std::string & value) { params.ridge.n_tail = parse_rows(value); }),
+        "LLAMA_ARG_RIDGE_TAIL");
+    add(common_arg({"--ridge-rows"}, "{none,random,digits}",
+        "further rows that run exactly: random ones, or every token whose text holds a digit (default: none)",
+        set_rows), "LLAMA_ARG_RIDGE_ROWS");
+    add(common_arg({"--ridge-budget"}, "F",
+        "most rows chosen by --ridge-rows: a share of the rows before the tail (0 < F < 1) or a number of rows (F >= 1); "
+        "0: no limit for digits (default: 0)", set_budget), "LLAMA_ARG_RIDGE_BUDGET");
+    add(common_arg({"--ridge-seed"}, "N",
+        "seed of --ridge-rows random (default: 0)", set_seed), "LLAMA_ARG_RIDGE_SEED");
+    add(common_arg({"--ridge-min-prompt"}, "N",
+        "prompts with fewer new rows than this run exactly (default: twice the tail)",
+        [](common_params & params, const std::string & value) { params.ridge.n_min_prompt = parse_rows(value); }),
+        "LLAMA_ARG_RIDGE_MIN_PROMPT");
+}
+
+bool common_ridge_owns(const common_arg & arg) {
+    return !arg.args.empty() && std::strncmp(arg.args[0], "--ridge-", 8) == 0;
+}
+
+// A glance at the head of a file, where writers put adapter.type. Only for better messages: the loaders check properly.
+static bool looks_like_maps(const std::string & path) {
+    std::ifstream file(path, std::ios::binary);
+    std::string head(64*1024, '\0');
+    file.read(&head[0], head.size());
+    head.resize(file.gcount());
+
+    const size_t pos = head.find("adapter.type");
+    return head.compare(0, 4, "GGUF") == 0 && pos != std::string::npos && head.compare(pos + 12 + 4 + 8, 10, "ridge_maps") == 0;
+}
+
+static void refuse_maps(const std::string & flag, const std::string & path, const std::string & expected) {
+    if (!path.empty() && looks_like_maps(path)) {
+        throw std::invalid_argument("error: " + flag + " " + path + ": expected " + expected +
+                                    ", found a file of ridge maps; pass it as --ridge-maps");
+    }
+}
+
+void common_ridge_validate(const common_params & params) {
+    refuse_maps("--model",       params.model.path,                       "a model");
+    refuse_maps("--model-draft", params.speculative.draft.mparams.path,   "a model");
+    refuse_maps("--mmproj",      params.mmproj.path,                      "a multimodal projector");
+    for (const auto & lora : params.lora_adapters) {
+        refuse_maps("--lora", lora.path, "a LoRA adapter");
+    }
+    for (const auto & cvec : params.control_vectors) {
+        refuse_maps("--control-vector", cvec.fname, "a control vector");
+    }
+
+    const auto & ridge = params.ridge;
+    const bool random = ridge.rows == GGML_RIDGE_SELECT_RANDOM;
+
+    if (ridge.maps.empty() && ridge.mode > LLAMA_RIDGE_MODE_OFF) {
+        throw std::invalid_argument(std::string("error: --ridge-mode ") +
+                llama_ridge_mode_name((llama_ridge_mode) ridge.mode) + " needs --ridge-maps FILE, found none");
+    }
+    if (!ridge.maps.empty() && params.embedding) {
+        throw std::invalid_argument("error: --ridge-maps cannot be used with --embeddings or --reranking: "
+                                    "expected a server of completions");
+    }
+    if (random && ridge.budget == 0.0f) {
+        throw std::invalid_argument("error: --ridge-rows random needs --ridge-budget: expected a share or a number of rows, found 0");
+    }
+    if (ridge.rows == GGML_RIDGE_SELECT_NONE && ridge.budget != 0.0f) {
+        throw std::invalid_argument("error: --ridge-budget needs --ridge-rows: expected random or digits, found none");
+    }
+}

@@ -1,0 +1,80 @@
+#include "server-ridge-cells.h"
+
+#include "ggml.h"
+
+#include <algorithm>
+
+int32_t server_ridge_cells::first_filled(int32_t i_min) const {
+    for (const auto & r : filled) {
+        if (r.second > i_min) {
+            return std::max(r.first, i_min);
+        }
+    }
+    return NONE;
+}
+
+int32_t server_ridge_cells::count(int32_t i_end) const {
+    int32_t n = 0;
+    for (const auto & r : filled_before(i_end)) {
+        n += r.second - r.first;
+    }
+    return n;
+}
+
+bool server_ridge_cells::covers(const server_ridge_cells & other, int32_t n) const {
+    if (first_filled() >= n) {
+        return true; // all pure
+    }
+    return provenance == other.provenance && filled_before(n) == other.filled_before(n);
+}
+
+void server_ridge_cells::add(const std::string & made_by, bool can_copy_out, int32_t i_offset, const std::vector<int32_t> & rows) {
+    if (rows.empty()) {
+        return;
+    }
+    GGML_ASSERT(filled.empty() || provenance == made_by);
+    provenance = made_by;
+    copy_out   = copy_out && can_copy_out;
+
+    for (const int32_t row : rows) {
+        const int32_t i = i_offset + row;
+        GGML_ASSERT(filled.empty() || filled.back().second <= i);
+        if (!filled.empty() && filled.back().second == i) {
+            filled.back().second++;
+        } else {
+            filled.push_back({ i, i + 1 });
+        }
+    }
+}
+
+void server_ridge_cells::keep_first(int32_t n) {
+    filled = filled_before(n);
+    if (filled.empty()) {
+        clear();
+    }
+}
+
+void server_ridge_cells::clear() {
+    *this = server_ridge_cells();
+}
+
+server_ridge_cells server_ridge_cells::moved() const {
+    server_ridge_cells res;
+    if (has_filled()) {
+        res.filled     = { { 0, NONE } };
+        res.provenance = "moved";
+        res.copy_out   = false;
+    }
+    return res;
+}
+
+std::vector<server_ridge_cells::range> server_ridge_cells::filled_before(int32_t i_end) const {
+    std::vector<range> res;
+    for (const auto & r : filled) {
+        if (r.first >= i_end) {
+            break;
+        }
+        res.push_back({ r.first, std::min(r.second, i_end) });
+    }
+    return res;
+}

@@ -1,0 +1,365 @@
+#include "server-ridge.h"
+
+#include "ggml-ridge.h"
+#include "log.h"
+
+#include <algorithm>
+#include <exception>
+
+// the slot's own macros need the slot
+#define RDG_LOG(log, id_slot, id_task, fmt, ...) log("slot %12.*s: id %2d | task %d | ridge: " fmt, 12, __func__, id_slot, id_task, __VA_ARGS__)
+
+void server_ridge::init(llama_context * ctx, const common_params & params, bool has_speculative, server_metrics & metrics) {
+    reset();
+
+    this->ctx     = ctx;
+    this->metrics = &metrics;
+
+    defaults = params.ridge;
+    no_maps_reason  = "";
+    no_maps_message = "";
+    no_fill_reason  = has_speculative                ? "speculative"    :
+                      !params.control_vectors.empty() ? "control_vector" : "";
+
+    if (defaults.maps.empty()) {
+        no_maps_reason = "no_maps";
+        return;
+    }
+    if (const char * unsupported = llama_ridge_unsupported(ctx)) {
+        no_maps_reason  = "unsupported";
+        no_maps_message = unsupported;
+    } else {
+        maps = llama_ridge_maps_load(llama_get_model(ctx), defaults.maps.c_str());
+        if (!maps) {
+            no_maps_reason  = "refused";
+            no_maps_message = llama_ridge_last_error();
+        }
+    }
+    if (!maps) {
+        SRV_WRN("ridge: maps '%s' %s, every prompt runs exactly: %s\n",
+                defaults.maps.c_str(), no_maps_reason.c_str(), no_maps_message.c_str());
+    } else if (!no_fill_reason.empty()) {
+        SRV_WRN("ridge: every prompt runs exactly (%s): the maps were fitted without it\n", no_fill_reason.c_str());
+    }
+}
+
+void server_ridge::reset() {
+    for (auto & it : jobs) {
+        llama_ridge_prefill_free(it.second.prefill);
+    }
+    jobs.clear();
+    id_last = -1;
+
+    llama_ridge_maps_free(maps);
+    maps = nullptr;
+}
+
+json server_ridge::props() const {
+    if (defaults.maps.empty()) {
+        return nullptr;
+    }
+    json res = json::object();
+    res["maps"]       = defaults.maps;
+    res["loaded"]     = maps != nullptr;
+    res["mode"]       = llama_ridge_mode_name(default_mode());
+    res["rows"]       = ggml_ridge_selector_name(defaults.rows);
+    res["budget"]     = defaults.budget;
+    res["seed"]       = defaults.seed;
+    if (!maps) {
+        res["reason"]  = no_maps_reason;
+        res["message"] = no_maps_message;
+        return res;
+    }
+    const llama_ridge_params params = request_params({});
+    res["reason"]     = no_fill_reason.empty() ? json(nullptr) : json(no_fill_reason);
+    res["hash"]       = llama_ridge_maps_hash(maps);
+    res["kind"]       = llama_ridge_maps_kind(maps);
+    res["size"]       = llama_ridge_maps_size(maps);
+    res["split"]      = params.split;
+    res["sink"]       = params.n_sink;
+    res["tail"]       = params.n_tail;
+    res["min_prompt"] = defaults.n_min_prompt > 0 ? json(defaults.n_min_prompt) : json(2*(int64_t) params.n_tail);
+    return res;
+}
+
+//
+// deciding
+//
+
+llama_ridge_mode server_ridge::default_mode() const {
+    if (defaults.mode >= 0) {
+        return (llama_ridge_mode) defaults.mode;
+    }
+    return defaults.maps.empty() ? LLAMA_RIDGE_MODE_OFF : LLAMA_RIDGE_MODE_FILL;
+}
+
+// with maps only: split and sink rows are theirs
+llama_ridge_params server_ridge::request_params(const server_ridge_request & request) const {
+    llama_ridge_params res = llama_ridge_default_params();
+    res.mode   = request.mode >= 0 ? (llama_ridge_mode) request.mode : default_mode();
+    res.split  = llama_ridge_maps_split (maps);
+    res.n_sink = llama_ridge_maps_n_sink(maps);
+    res.n_tail = request.n_tail  > 0 ? request.n_tail  :
+                 defaults.n_tail > 0 ? defaults.n_tail : llama_ridge_maps_n_tail(maps);
+    return res;
+}
+
+// what two fills must have in common for their cells to be of one kind: content, never a file name
+std::string server_ridge::provenance(llama_ridge_mode mode) const {
+    return string_format("%s/%s/%s/%d", llama_ridge_maps_hash(maps), llama_ridge_maps_kind(maps),
+            llama_ridge_mode_name(mode), llama_ridge_maps_split(maps));
+}
+
+// empty if the prompt may be filled
+std::string server_ridge::reason_for_exact(const server_task & task, const std::vector<common_adapter_lora_info> & lora, llama_ridge_mode mode) const {
+    if (mode == LLAMA_RIDGE_MODE_OFF) {
+        return no_maps_reason.empty() || no_maps_reason == "no_maps" ? "off" : no_maps_reason;
+    }
+    if (!no_maps_reason.empty()) {
+        return no_maps_reason;
+    }
+    if (!task.need_sampling()) {
+        return "embedding";
+    }
+    if (!no_fill_reason.empty()) {
+        return no_fill_reason;
+    }
+    if (!lora_get_enabled_ids(lora).empty()) {
+        return "lora";
+    }
+    // the marks of nofill do not follow a copy into another slot
+    if (mode == LLAMA_RIDGE_MODE_NOFILL && task.is_parent()) {
+        return "shared";
+    }
+    for (int32_t i = 0; i < task.n_tokens(); i++) {
+        if (task.tokens[i] == LLAMA_TOKEN_NULL) {
+            return "multimodal";
+        }
+    }
+    return "";
+}
+
+int32_t server_ridge::plan(int32_t id_slot, const server_task & task, const std::vector<common_adapter_lora_info> & lora,
+                           server_prompt & prompt, server_slot_stats & stats, int32_t n_past) {
+    const server_ridge_request & request = task.params.ridge;
+
+    const llama_ridge_mode mode = request.mode >= 0 ? (llama_ridge_mode) request.mode : default_mode();
+
+    const int32_t n_tokens = task.n_tokens();
+
+    server_ridge_stats & res = stats.ridge;
+    res.report = request.given || !defaults.maps.empty();
+    res.mode   = llama_ridge_mode_name(mode);
+    res.reason = reason_for_exact(task, lora, mode);
+
+    llama_ridge_params params = {};
+    if (maps) {
+        params = request_params(request);
+        res.split  = params.split;
+        res.n_tail = params.n_tail;
+    }
+
+    if (!res.reason.empty() || mode == LLAMA_RIDGE_MODE_PLUMB || prompt.ridge.made_by() != provenance(mode)) {
+        n_past = std::min(n_past, prompt.ridge.first_filled());
+    }
+    if (res.reason.empty()) {
+        // rows of this prompt's tail that are filled in the cache run again, exactly
+        n_past = std::min(n_past, prompt.ridge.first_filled(n_tokens - params.n_tail));
+
+        const int64_t n_min = request.n_min_prompt  > 0 ? request.n_min_prompt  :
+                              defaults.n_min_prompt > 0 ? defaults.n_min_prompt : 2*(int64_t) params.n_tail;
+        const int32_t n_new = n_tokens - n_past;
+        if (n_new < n_min || n_new <= params.n_tail) {
+            res.reason = "short";
+        }
+    }
+    prompt.ridge.keep_first(n_past);
+
+    res.n_cached        = n_past;
+    res.n_cached_filled = prompt.ridge.count(n_past);
+    res.n_exact         = n_tokens - n_past;
+
+    if (res.reason.empty()) {
+        job & j = jobs[id_slot];
+        j.task   = &task;
+        j.prompt = &prompt;
+        j.stats  = &stats;
+        j.lora   = lora;
+        j.params = params;
+        j.n_past = n_past;
+    } else {
+        report(id_slot, task, res);
+    }
+    return n_past;
+}
+
+// rows, counted from n_past, that run exactly although they are neither sink nor tail
+std::vector<int32_t> server_ridge::select_rows(const job & j) const {
+    const int32_t n_new = j.task->n_tokens() - j.n_past;
+    const int32_t row0  = std::max(0, j.params.n_sink - j.n_past);
+    const int32_t row1  = n_new - j.params.n_tail;
+
+    if (row0 >= row1 || defaults.rows == GGML_RIDGE_SELECT_NONE) {
+        return {};
+    }
+    const int32_t n_max = ggml_ridge_budget_rows(defaults.budget, row1 - row0);
+
+    std::vector<int32_t> rows(row1 - row0);
+    int32_t n_rows = 0;
+
+    if (defaults.rows == GGML_RIDGE_SELECT_RANDOM) {
+        n_rows = ggml_ridge_select_random(row0, row1, n_max, defaults.seed, rows.data());
+    } else {
+        std::vector<std::string>  texts(n_new);
+        std::vector<const char *> pieces(n_new);
+        std::vector<int32_t>      sizes(n_new);
+        for (int32_t i = 0; i < n_new; i++) {
+            texts [i] = common_token_to_piece(ctx, j.task->tokens[j.n_past + i]);
+            pieces[i] = texts[i].data();
+            sizes [i] = texts[i].size();
+        }
+        n_rows = ggml_ridge_select_digits(row0, row1, pieces.data(), sizes.data(), n_max, rows.data());
+    }
+    rows.resize(std::max(0, n_rows));
+    return rows;
+}
+
+//
+// running
+//
+
+bool server_ridge::start(int32_t id_slot) {
+    const auto it = jobs.find(id_slot);
+    if (it == jobs.end()) {
+        return false;
+    }
+    job & j = it->second;
+
+    std::vector<llama_token> tokens;
+    for (int32_t i = j.n_past; i < j.task->n_tokens(); i++) {
+        tokens.push_back(j.task->tokens[i]);
+    }
+    const std::vector<int32_t> rows = select_rows(j);
+
+    // another slot's adapter may be set
+    common_set_adapter_lora(ctx, j.lora);
+
+    const int32_t status = llama_ridge_prefill_begin(ctx, maps, j.params, id_slot, j.n_past,
+            tokens.data(), tokens.size(), rows.data(), rows.size(), &j.prefill);
+    if (status < 0) {
+        run_exactly(id_slot, j, status);
+        return false;
+    }
+    return true;
+}
+
+bool server_ridge::is_active(int32_t id_slot) const {
+    const auto it = jobs.find(id_slot);
+    return it != jobs.end() && it->second.prefill;
+}
+
+int32_t server_ridge::n_progress(int32_t id_slot) const {
+    if (!is_active(id_slot)) {
+        return 0;
+    }
+    // the rows pass twice: count steps, not rows
+    const auto stats = llama_ridge_prefill_get_stats(jobs.at(id_slot).prefill);
+    return stats.n_steps > 0 ? (int64_t) stats.n_done*stats.i_step/stats.n_steps : 0;
+}
+
+void server_ridge::step(server_queue & queue, const std::function<void(int32_t id_slot)> & on_progress) {
+    if (jobs.empty()) {
+        return;
+    }
+    auto it = jobs.upper_bound(id_last);
+    if (it == jobs.end()) {
+        it = jobs.begin();
+    }
+    const int32_t id_slot = it->first;
+    job & j = it->second;
+    id_last = id_slot;
+    if (!j.prefill) {
+        return; // planned only
+    }
+
+    common_set_adapter_lora(ctx, j.lora);
+
+    // metrics tasks are answered meanwhile; they read the slot, so that nothing of it may change in there
+    int32_t status = LLAMA_RIDGE_ERR_COMPUTE;
+    try {
+        queue.yield_to_queue([&]() {
+            status = llama_ridge_prefill_step(j.prefill);
+        });
+    } catch (const std::exception & e) {
+        // from a task that was answered meanwhile; the step itself does not throw
+        SRV_ERR("got exception: %s\n", e.what());
+    }
+
+    j.stats->update_prompt_last();
+
+    const bool progress = j.task->params.stream && j.task->params.return_progress;
+    if (status == LLAMA_RIDGE_DONE) {
+        finish(id_slot, j);
+    } else if (status < 0) {
+        run_exactly(id_slot, j, status);
+    }
+    if (progress) {
+        on_progress(id_slot);
+    }
+}
+
+// the rows are in the cache: enter them in the slot's prompt. Frees j.
+void server_ridge::finish(int32_t id_slot, job & j) {
+    const auto    stats  = llama_ridge_prefill_get_stats(j.prefill);
+    const int32_t n_done = llama_ridge_prefill_n_done(j.prefill);
+
+    std::vector<int32_t> filled(stats.n_filled);
+    llama_ridge_prefill_filled(j.prefill, filled.data(), filled.size());
+
+    for (int32_t i = 0; i < n_done; i++) {
+        j.prompt->tokens.push_back(j.task->tokens[j.n_past + i]);
+    }
+    j.prompt->ridge.add(provenance(j.params.mode), j.params.mode != LLAMA_RIDGE_MODE_NOFILL, j.n_past, filled);
+
+    j.stats->n_prompt_processed += n_done;
+    metrics->add_prompt(n_done, stats.t_lower_us + stats.t_upper_us);
+
+    server_ridge_stats & res = j.stats->ridge;
+    res.n_filled   = stats.n_filled;
+    res.n_exact    = j.task->n_tokens() - j.n_past - stats.n_filled;
+    res.t_lower_us = stats.t_lower_us;
+    res.t_upper_us = stats.t_upper_us;
+    report(id_slot, *j.task, res);
+
+    llama_ridge_prefill_free(j.prefill);
+    jobs.erase(id_slot);
+}
+
+// the prefill could not begin, or failed and took its rows out of the cache: the ordinary path goes on from n_past. Frees j.
+void server_ridge::run_exactly(int32_t id_slot, job & j, int32_t status) {
+    RDG_LOG(LOG_WRN, id_slot, j.task->id, "the prompt runs exactly: %s\n", llama_ridge_last_error());
+
+    j.stats->ridge.reason = status == LLAMA_RIDGE_ERR_NO_SPACE    ? "no_space"    :
+                            status == LLAMA_RIDGE_ERR_UNSUPPORTED ? "unsupported" : "error";
+    report(id_slot, *j.task, j.stats->ridge);
+
+    llama_ridge_prefill_free(j.prefill);
+    jobs.erase(id_slot);
+}
+
+void server_ridge::stop(int32_t id_slot) {
+    const auto it = jobs.find(id_slot);
+    if (it == jobs.end()) {
+        return;
+    }
+    llama_ridge_prefill_free(it->second.prefill); // takes an unfinished prefill's rows out of the cache
+    jobs.erase(it);
+    metrics->ridge.count_cancelled();
+}
+
+void server_ridge::report(int32_t id_slot, const server_task & task, const server_ridge_stats & stats) {
+    if (stats.report) {
+        metrics->ridge.count(stats);
+        RDG_LOG(LOG_INF, id_slot, task.id, "%s\n", stats.to_string().c_str());
+    }
+}

@@ -1,0 +1,94 @@
+#pragma once
+
+// RidgeFill in the server: decides for each prompt whether it is filled, runs the steps of its prefill between the batches
+// of the other slots, and sees to it that no exact request ever reuses a cell that is not pure.
+//
+// Life of a prompt, as server-context.cpp calls it:
+//   plan()   how many cached rows may be reused, and whether the rest is filled
+//   start()  the cache holds the reused rows and nothing else: begin
+//   step()   once per loop: one step of one slot
+//   stop()   the slot is released, wherever its prefill is
+// When the last step is done, the slot's prompt holds the rows that are in the cache and the ordinary path goes on with the
+// others: the end of the prompt, its logits and sampling are upstream's.
+
+#include "server-queue.h"
+#include "server-task.h"
+
+#include "llama-ridge.h"
+
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+class server_ridge {
+  public:
+    ~server_ridge() { reset(); }
+
+    // load the maps; a file that is refused leaves one line in the log, and every prompt runs exactly
+    void init(llama_context * ctx, const common_params & params, bool has_speculative, server_metrics & metrics);
+
+    // forget everything that belongs to the context, before it is freed
+    void reset();
+
+    // for /props, null if there are no maps
+    json props() const;
+
+    // n_past: rows of the prompt that are in the cache of the slot. Returns how many of them may be reused. The references
+    // must stay valid until stop().
+    int32_t plan(int32_t id_slot, const server_task & task, const std::vector<common_adapter_lora_info> & lora,
+                 server_prompt & prompt, server_slot_stats & stats, int32_t n_past);
+
+    // true if the slot's next rows come from step(), so that the batch must not hold any
+    bool start(int32_t id_slot);
+
+    bool is_active(int32_t id_slot) const;
+
+    // rows of an unfinished prefill, for progress reports
+    int32_t n_progress(int32_t id_slot) const;
+
+    // run one step of one slot, the active ones in turn; on_progress is called where the client asked for reports
+    void step(server_queue & queue, const std::function<void(int32_t id_slot)> & on_progress);
+
+    void stop(int32_t id_slot);
+
+  private:
+    // one prompt between plan() and its last step
+    struct job {
+        const server_task * task   = nullptr;
+        server_prompt     * prompt = nullptr;
+        server_slot_stats * stats  = nullptr;
+
+        std::vector<common_adapter_lora_info> lora;
+
+        llama_ridge_params params = {};
+        int32_t            n_past = 0;
+
+        llama_ridge_prefill * prefill = nullptr; // from start() on
+    };
+
+    llama_context    * ctx     = nullptr;
+    llama_ridge_maps * maps    = nullptr;
+    server_metrics   * metrics = nullptr;
+
+    common_ridge_params defaults;
+
+    std::string no_maps_reason;   // why no prompt of this server is filled, empty if maps are loaded
+    std::string no_maps_message;  // the same for people
+    std::string no_fill_reason;   // why no prompt is filled although maps are loaded
+
+    std::map<int32_t, job> jobs;  // by slot
+    int32_t id_last = -1;         // slot of the last step
+
+    llama_ridge_mode   default_mode() const;
+    llama_ridge_params request_params(const server_ridge_request & request) const;
+    std::string        provenance(llama_ridge_mode mode) const;
+
+    std::string reason_for_exact(const server_task & task, const std::vector<common_adapter_lora_info> & lora, llama_ridge_mode mode) const;
+
+    std::vector<int32_t> select_rows(const job & j) const;
+
+    void finish     (int32_t id_slot, job & j);
+    void run_exactly(int32_t id_slot, job & j, int32_t status);
+    void report     (int32_t id_slot, const server_task & task, const server_ridge_stats & stats);
+};
