@@ -45,6 +45,7 @@ extern "C" {
 
     // Open path and check everything: container, types, shapes, bounds, hashes, finite content, and, unless expect is
     // NULL, that it was made for this model. Reads the whole file; never maps it. Never aborts on a malformed file.
+    // A refusal is one line in err: "sidecar 'PATH': what was found, what was expected".
     GGML_RIDGE_API struct ggml_ridge_sidecar * ggml_ridge_sidecar_load(
             const char * path, const struct ggml_ridge_expect * expect, char * err, size_t err_size);
     GGML_RIDGE_API void ggml_ridge_sidecar_free(struct ggml_ridge_sidecar * sc);
@@ -86,13 +87,16 @@ extern "C" {
     GGML_RIDGE_API const char * ggml_ridge_selector_name(int32_t selector);
 
     // budget: 0 < b < 1 is a share of the rows, b >= 1 a number of rows, 0 no rows for random and no limit for digits.
-    // -1 if it is negative or not finite
+    // Rounded to the nearest number, but a budget above 0 gives at least one row (0 would mean no limit for digits) and
+    // at most n_rows. -1 if it is negative or not finite
     GGML_RIDGE_API int32_t ggml_ridge_budget_rows(float budget, int32_t n_rows);
 
-    // n rows drawn without replacement, the same for the same seed on every platform
+    // n rows (all, if there are fewer) drawn without replacement, the same for the same seed on every platform; -1 if row0
+    // or n is negative
     GGML_RIDGE_API int32_t ggml_ridge_select_random(int32_t row0, int32_t row1, int32_t n, uint64_t seed, int32_t * rows);
 
-    // every row whose text holds an ASCII digit; the last n_max of them (n_max <= 0: no limit)
+    // every row whose text holds an ASCII digit; the last n_max of them (n_max <= 0: no limit); -1 if row0 is negative.
+    // pieces and piece_len are indexed by row: row0 to row1 - 1 are read
     GGML_RIDGE_API int32_t ggml_ridge_select_digits(
             int32_t row0, int32_t row1, const char * const * pieces, const int32_t * piece_len, int32_t n_max, int32_t * rows);
 
