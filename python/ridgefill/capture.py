@@ -1,0 +1,90 @@
+"""From documents to activations: token chunks, and the inputs of chosen layers for each of their rows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from .errors import TextError
+from .lib import Context, Model
+from .text import Document
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens that are run from position 0 in an empty context."""
+
+    tokens: list[int]
+    document: int  # index into the list of documents it was cut from
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Documents to fit on and to hold out, in the order in which they are run."""
+
+    fit: list[Document]
+    heldout: list[Document]
+
+
+def select(documents: list[Document], seed: int, n_heldout: int | None = None) -> Selection:
+    """Shuffle by `seed` and part by document. Evaluation documents are never used.
+
+    Documents that have a partition keep to it; the others are held out until `n_heldout` are (by default a sixth of all,
+    at least one) and fitted after that.
+
+    Raises TextError when either part is empty.
+    """
+    usable = [d for d in documents if d.partition != "evaluation"]
+    random.Random(seed).shuffle(usable)
+    if n_heldout is None:
+        n_heldout = max(1, round(len(usable) / 6))
+    heldout = [d for d in usable if d.partition == "heldout"][:n_heldout]
+    free = [d for d in usable if not d.partition]
+    heldout += free[: n_heldout - len(heldout)]
+    taken = set(map(id, heldout))
+    fit = [d for d in usable if d.partition != "heldout" and id(d) not in taken]
+    if not fit or not heldout:
+        raise TextError(
+            f"expected documents to fit and at least one to hold out, found {len(fit)} and {len(heldout)} "
+            f"of {len(usable)} (a file is a document; {len(documents) - len(usable)} are for evaluation only)"
+        )
+    return Selection(fit, heldout)
+
+
+def chunks(model: Model, documents: Iterable[Document], n_ctx: int, n_sink: int, n_tokens: int = 0) -> list[Chunk]:
+    """Cut documents into chunks of at most `n_ctx` tokens, `n_tokens` in all (0: no limit).
+
+    Pieces that hold nothing but sink rows are left out.
+    """
+    out: list[Chunk] = []
+    left = n_tokens or float("inf")
+    for i, document in enumerate(documents):
+        tokens = model.tokenize(document.text)
+        tokens = tokens[: int(min(left, len(tokens)))]
+        for at in range(0, len(tokens), n_ctx):
+            piece = tokens[at : at + n_ctx]
+            if len(piece) > n_sink:
+                out.append(Chunk(piece, i))
+                left -= len(piece)
+        if left <= n_sink:
+            break
+    return out
+
+
+def activations(ctx: Context, chunk_list: Iterable[Chunk], layers: list[int], n_sink: int) -> Iterator[dict[int, np.ndarray]]:
+    """Inputs of `layers` for each chunk, float32 [n_tokens - n_sink, n_embd]; the first `n_sink` rows are left out.
+
+    Row 0 and its neighbours carry massive activations, a hundred times the others': in the fit they would drown every
+    other row, and at run time sink rows are exact anyway.
+    """
+    ctx.capture(layers)
+    try:
+        for chunk in chunk_list:
+            ctx.clear()
+            ctx.decode(chunk.tokens, logits="none")
+            yield {il: ctx.layer_inputs(il)[n_sink:] for il in layers}
+    finally:
+        ctx.capture(())

@@ -1,0 +1,202 @@
+"""The sidecar of ridge maps: the one place in Python that knows its keys (docs/SIDECAR.md)."""
+
+from __future__ import annotations
+
+import ctypes as ct
+import hashlib
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from . import __version__, native
+from .errors import OutputExists, SidecarError
+
+FORMAT_VERSION = 1
+MAP_TYPES = {
+    "f32": gguf.GGMLQuantizationType.F32,
+    "f16": gguf.GGMLQuantizationType.F16,
+    "q8_0": gguf.GGMLQuantizationType.Q8_0,
+}
+TOOL = f"ridgefill {__version__}"
+METADATA_HASH = "ridge.metadata_sha256"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The record of what the maps were fitted on."""
+
+    sources: list[str]  # "name; licence"
+    n_tokens: int  # rows fitted
+    n_documents: int
+    n_heldout_tokens: int
+    n_heldout_documents: int
+    seed: int
+    tool: str = TOOL
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """Content of a sidecar before it is written. Lists run over the mapped layers S+1..L-1."""
+
+    fingerprint: dict  # of the model, lib.Model.fingerprint(split)
+    split: int
+    sink_rows: int
+    tail: int
+    map_type: str
+    lambdas: list[float]
+    r2: list[float]
+    weights: list[np.ndarray]  # as encode() returns them: float32, float16 or bytes of blocks, [d, ...]
+    biases: list[np.ndarray]  # float32 [d]
+    calibration: Calibration
+    name: str = ""
+    kind: str = field(default="input")
+
+
+def encode(weight: np.ndarray, map_type: str) -> tuple[np.ndarray, np.ndarray]:
+    """A weight as it is stored, and the float64 matrix that a reader gets back.
+
+    Raises SidecarError when the type cannot hold it: a width that is no multiple of a block, a value out of range.
+    """
+    kind = MAP_TYPES[map_type]
+    block = gguf.GGML_QUANT_SIZES[kind][0]
+    if weight.shape[1] % block:
+        raise SidecarError(f"map type {map_type} needs a width that is a multiple of {block}, found {weight.shape[1]}; use f16")
+    with np.errstate(over="ignore"):
+        stored = gguf.quants.quantize(np.ascontiguousarray(weight, np.float32), kind)
+    back = gguf.quants.dequantize(stored, kind).astype(np.float64)
+    if not np.isfinite(back).all():
+        raise SidecarError(f"map type {map_type} cannot hold a weight of magnitude {np.abs(weight).max():.3g}; use f32")
+    return stored, back
+
+
+def _add_metadata(w: gguf.GGUFWriter, s: Sidecar, tensors: dict[str, np.ndarray]) -> None:
+    fp, c = s.fingerprint, s.calibration
+    w.add_type("adapter")
+    w.add_string("adapter.type", "ridge_maps")
+    w.add_string("general.name", s.name or f"Ridge maps for {fp['name']}, split {s.split}")
+    w.add_uint32("ridge.format_version", FORMAT_VERSION)
+    w.add_string("ridge.kind", s.kind)
+    w.add_uint32("ridge.split", s.split)
+    w.add_uint32("ridge.block_count", fp["block_count"])
+    w.add_uint32("ridge.embedding_length", fp["embedding_length"])
+    w.add_uint32("ridge.sink_rows", s.sink_rows)
+    w.add_uint32("ridge.tail", s.tail)
+    w.add_string("ridge.map_type", s.map_type)
+    w.add_array("ridge.lambda", [float(x) for x in s.lambdas])
+    w.add_array("ridge.r2", [float(x) for x in s.r2])
+    w.add_string("ridge.model.tokenizer_sha256", fp["tokenizer_sha256"])
+    w.add_string("ridge.model.hparams", fp["hparams"])
+    w.add_uint32("ridge.model.file_type", fp["file_type"])
+    w.add_string("ridge.model.name", fp["name"])
+    w.add_array("ridge.model.anchors", list(fp["anchors"]))
+    w.add_array("ridge.model.anchors_sha256", list(fp["anchors"].values()))
+    w.add_array("ridge.tensors", list(tensors))
+    w.add_array("ridge.tensors_sha256", [hashlib.sha256(t.tobytes()).hexdigest() for t in tensors.values()])
+    w.add_array("ridge.calibration.sources", c.sources)
+    w.add_uint64("ridge.calibration.n_tokens", c.n_tokens)
+    w.add_uint32("ridge.calibration.n_documents", c.n_documents)
+    w.add_uint64("ridge.calibration.n_heldout_tokens", c.n_heldout_tokens)
+    w.add_uint32("ridge.calibration.n_heldout_documents", c.n_heldout_documents)
+    w.add_uint64("ridge.calibration.seed", c.seed)
+    w.add_string("ridge.calibration.tool", c.tool)
+    w.add_string(METADATA_HASH, "0" * 64)
+
+
+def _write_gguf(path: Path, s: Sidecar) -> None:
+    tensors: dict[str, np.ndarray] = {}
+    for il, weight, bias in zip(range(s.split + 1, s.fingerprint["block_count"]), s.weights, s.biases, strict=True):
+        tensors[f"blk.{il}.ridge.weight"] = weight
+        tensors[f"blk.{il}.ridge.bias"] = np.ascontiguousarray(bias, np.float32)
+    w = gguf.GGUFWriter(path, s.fingerprint["architecture"])
+    _add_metadata(w, s, tensors)
+    for name, data in tensors.items():
+        w.add_tensor(name, data, raw_dtype=MAP_TYPES[s.map_type] if name.endswith("weight") else None)
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    # the tensor infos follow: name with its length, number of dimensions, dimensions, type, offset
+    header_end = w.fout[0].tell() + sum(8 + len(name) + 4 + 8 * data.ndim + 4 + 8 for name, data in tensors.items())
+    w.write_tensors_to_file()
+    w.close()
+    _seal(path, header_end)
+
+
+def _seal(path: Path, header_end: int) -> None:
+    """Put the hash of all bytes before the tensor data, taken with zeros in its own place, into that place."""
+    with open(path, "r+b") as f:
+        header = f.read(header_end)
+        key = header.index(METADATA_HASH.encode())
+        at = key + len(METADATA_HASH) + 4 + 8  # type and length stand before the value
+        assert header[at : at + 64] == b"0" * 64
+        f.seek(at)
+        f.write(hashlib.sha256(header).hexdigest().encode())
+
+
+def check_writable(path: str | os.PathLike, force: bool) -> None:
+    """Raises OutputExists when `path` exists and `force` is not set, SidecarError when its folder does not."""
+    path = Path(path)
+    if path.exists() and not force:
+        raise OutputExists(f"{path} exists already; name another file or replace it with --force")
+    if not path.absolute().parent.is_dir():
+        raise SidecarError(f"no such folder: {path.absolute().parent}")
+
+
+def write(path: str | os.PathLike, s: Sidecar, force: bool = False) -> None:
+    """Write a sidecar under another name in the same folder, then rename it: readers see all of it or nothing.
+
+    Raises OutputExists when the file exists and `force` is not set.
+    """
+    check_writable(path, force)
+    path = Path(path)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.absolute().parent)
+    os.close(handle)
+    tmp = Path(name)
+    try:
+        _write_gguf(tmp, s)
+        umask = os.umask(0)
+        os.umask(umask)
+        tmp.chmod(0o666 & ~umask)
+        check_writable(path, force)  # writing takes time: another process may have made the file meanwhile
+        tmp.replace(path)
+    finally:
+        tmp.unlink(missing_ok=True)
+
+
+def _check_with_library(path: Path) -> str:
+    """Run the library's strict reader; returns the sha256 of the file. Raises SidecarError with the reader's message."""
+    err = ct.create_string_buffer(1024)
+    sc = native.ggml_ridge("ggml_ridge_sidecar_load")(os.fsencode(path), None, err, len(err))
+    if not sc:
+        raise SidecarError(err.value.decode("utf-8", "replace"))
+    try:
+        return native.ggml_ridge("ggml_ridge_sidecar_hash")(sc).decode()
+    finally:
+        native.ggml_ridge("ggml_ridge_sidecar_free")(sc)
+
+
+def inspect(path: str | os.PathLike) -> dict:
+    """What a sidecar says of itself: its keys without the tensor lists, `tensors` {name: [type, shape]}, `size`, `sha256`.
+
+    The library's strict reader checks the file first: gguf-py's does not check bounds and is not used on a file that failed.
+
+    Raises SidecarError with that reader's message, RidgeError when the library is missing.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise SidecarError(f"no such file: {path}")
+    sha256 = _check_with_library(path)
+    reader = gguf.GGUFReader(path)
+    keys = {name: f.contents() for name, f in reader.fields.items() if not name.startswith(("GGUF.", "ridge.tensors"))}
+    tensors = {t.name: [t.tensor_type.name.lower(), [int(n) for n in t.shape]] for t in reader.tensors}
+    return {"path": str(path), "size": path.stat().st_size, "sha256": sha256, "keys": keys, "tensors": tensors}
+
+
+def maps(path: str | os.PathLike) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """Weight [d, d] and bias [d] in float64 by layer, of a file that inspect() accepts."""
+    inspect(path)
+    data = {t.name: gguf.quants.dequantize(t.data, t.tensor_type).astype(np.float64) for t in gguf.GGUFReader(path).tensors}
+    layers = sorted(int(name.split(".")[1]) for name in data if name.endswith("weight"))
+    return {il: (data[f"blk.{il}.ridge.weight"], data[f"blk.{il}.ridge.bias"]) for il in layers}

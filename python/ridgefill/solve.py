@@ -1,0 +1,132 @@
+"""Ridge regression from sums (arXiv 2611.09709, section 2.1): maps, their penalty and their held-out R^2.
+
+    minimise  sum_t |y_t - (A x_t + b)|^2 + alpha |A|_F^2        x, y centred by the fitted rows
+    A = Y^T X (X^T X + alpha I)^-1,   b = mu_y - A mu_x,   alpha = lambda tr(X^T X) / d
+
+One eigendecomposition of X^T X per split serves every layer and every lambda.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import scipy.linalg
+
+from .errors import StatisticsError
+from .statistics import Moments
+
+LAMBDAS = tuple(float(x) for x in np.logspace(-4, 0, 13))  # three a decade
+
+# eigenvalues below this share of the largest are rounding: without a penalty their directions get no weight, which is
+# the solution of least norm
+_RANK_TOLERANCE = 1e-12
+
+
+@dataclass(frozen=True)
+class Map:
+    """One layer's map: x_l = weight @ x_S + bias."""
+
+    layer: int
+    weight: np.ndarray  # float64 [d_out, d_in]
+    bias: np.ndarray  # float64 [d_out]
+    lam: float  # scale-free penalty lambda
+    r2: float  # held-out R^2 of this map
+
+
+def check_fit(fit: Moments, heldout: Moments) -> None:
+    """Refuse sums from which no trustworthy map follows.
+
+    Raises StatisticsError naming the layer for fewer fitted rows than twice the features, no held-out rows, or a layer
+    whose input never varies.
+    """
+    if fit.n < 2 * fit.width:
+        raise StatisticsError(
+            f"layer {fit.split}: expected at least {2 * fit.width} rows to fit (twice its width of {fit.width}), found {fit.n}"
+        )
+    if heldout.n < 2:
+        raise StatisticsError(f"layer {fit.split}: expected held-out rows, found {heldout.n}")
+    x_spread = np.trace(fit.xx) - fit.sum_x @ fit.sum_x / fit.n
+    if not x_spread > 0:
+        raise StatisticsError(f"layer {fit.split}: its input is the same in all {fit.n} fitted rows")
+    for il in fit.layers:
+        for name, m in (("fitted", fit), ("held-out", heldout)):
+            if not m.yy[il] - m.sum_y[il] @ m.sum_y[il] / m.n > 0:
+                raise StatisticsError(f"layer {il}: its input is the same in all {m.n} {name} rows")
+
+
+class Ridge:
+    """Solutions for every layer and lambda of one split, scored on held-out sums.
+
+    Vectors live relative to the origins of the moments; `bias` is in the coordinates of the model.
+    """
+
+    def __init__(self, fit: Moments, heldout: Moments):
+        self.fit, self.heldout = fit, heldout
+        self.mean_x = fit.sum_x / fit.n
+        self.cov = fit.xx - fit.n * np.outer(self.mean_x, self.mean_x)  # centred X^T X
+        values, self.vectors = scipy.linalg.eigh(self.cov)
+        self.values = np.maximum(values, 0.0)
+        self.scale = float(np.trace(self.cov)) / fit.width  # alpha of lambda = 1
+        # held-out X^T X about the fitted mean, in the eigenbasis
+        h, mu = heldout, self.mean_x
+        hxx = h.xx - np.outer(h.sum_x, mu) - np.outer(mu, h.sum_x) + h.n * np.outer(mu, mu)
+        self.heldout_xx = hxx
+        self._hxx_eig = self.vectors.T @ hxx @ self.vectors
+
+    def _mean_y(self, il: int) -> np.ndarray:
+        return self.fit.sum_y[il] / self.fit.n
+
+    def _projected(self, il: int) -> np.ndarray:
+        """Centred X^T Y of the fitted rows in the eigenbasis, [d_in, d_out]."""
+        return self.vectors.T @ (self.fit.xy[il] - np.outer(self.fit.sum_x, self._mean_y(il)))
+
+    def _inverse(self, lam: float) -> np.ndarray:
+        """1 / (eigenvalue + alpha); 0 where both vanish."""
+        denominator = self.values + lam * self.scale
+        keep = denominator > _RANK_TOLERANCE * self.values[-1]
+        return np.divide(1.0, denominator, out=np.zeros_like(denominator), where=keep)
+
+    def weight(self, il: int, lam: float) -> np.ndarray:
+        """A of layer `il` for one lambda, float64 [d_out, d_in]."""
+        return ((self.vectors * self._inverse(lam)) @ self._projected(il)).T
+
+    def bias(self, il: int, weight: np.ndarray) -> np.ndarray:
+        """b that makes the map exact for the mean row, whatever rounding `weight` went through."""
+        origin = self.fit.origin
+        return origin[il] + self._mean_y(il) - weight @ (origin[self.fit.split] + self.mean_x)
+
+    def _heldout_y(self, il: int) -> tuple[np.ndarray, float, float]:
+        """Held-out sums about the fitted means: X^T Y, sum |y|^2; and the total sum of squares about the held-out mean."""
+        h, mu_x, mu_y = self.heldout, self.mean_x, self._mean_y(il)
+        hxy = h.xy[il] - np.outer(h.sum_x, mu_y) - np.outer(mu_x, h.sum_y[il]) + h.n * np.outer(mu_x, mu_y)
+        hyy = h.yy[il] - 2 * h.sum_y[il] @ mu_y + h.n * mu_y @ mu_y
+        return hxy, float(hyy), float(h.yy[il] - h.sum_y[il] @ h.sum_y[il] / h.n)
+
+    def r2_grid(self, il: int, lambdas: tuple[float, ...] = LAMBDAS) -> np.ndarray:
+        """Held-out R^2 of layer `il` for each lambda: 1 - sum|y - y_hat|^2 / sum|y - mean(y)|^2 over all channels."""
+        g = self._projected(il)
+        hxy, hyy, total = self._heldout_y(il)
+        # with A^T = V D G the squared error is a quadratic form in the diagonal D
+        linear = np.einsum("ij,ij->i", g, self.vectors.T @ hxy)
+        quadratic = self._hxx_eig * (g @ g.T)
+        inverse = np.array([self._inverse(lam) for lam in lambdas])
+        error = hyy - 2 * inverse @ linear + np.einsum("ki,ij,kj->k", inverse, quadratic, inverse)
+        return 1 - error / total
+
+    def r2(self, il: int, weight: np.ndarray, bias: np.ndarray) -> float:
+        """Held-out R^2 of a given map of layer `il`, for instance of one as it was rounded for its file."""
+        h, origin = self.heldout, self.fit.origin
+        hxy, hyy, total = self._heldout_y(il)
+        # y - A x - b = (y - mu_y) - A (x - mu_x) - c
+        c = bias + weight @ (origin[self.fit.split] + self.mean_x) - origin[il] - self._mean_y(il)
+        sum_residual = (h.sum_y[il] - h.n * self._mean_y(il)) - weight @ (h.sum_x - h.n * self.mean_x)
+        error = hyy - 2 * np.vdot(weight.T, hxy) + np.vdot(weight @ self.heldout_xx, weight)
+        return float(1 - (error - 2 * c @ sum_residual + h.n * c @ c) / total)
+
+    def best(self, il: int, lambdas: tuple[float, ...] = LAMBDAS) -> Map:
+        """The map of layer `il` with the lambda of the highest held-out R^2."""
+        lam = lambdas[int(np.argmax(self.r2_grid(il, lambdas)))]
+        weight = self.weight(il, lam)
+        bias = self.bias(il, weight)
+        return Map(il, weight, bias, lam, self.r2(il, weight, bias))
