@@ -59,7 +59,7 @@ _FUNCTIONS = {
 
 
 @cache
-def _library(name: str) -> ct.CDLL:
+def library(name: str) -> ct.CDLL:
     build = os.environ.get("RIDGE_BUILD", ROOT / "build")
     folder = Path(os.environ.get("RIDGE_LIB_DIR", Path(build) / "bin"))
     for suffix in (".so", ".dylib"):
@@ -71,14 +71,14 @@ def _library(name: str) -> ct.CDLL:
 @cache
 def ridge(name: str):
     """The function ggml_ridge_<name>."""
-    f = getattr(_library("ggml-ridge"), f"ggml_ridge_{name}")
+    f = getattr(library("ggml-ridge"), f"ggml_ridge_{name}")
     f.argtypes, f.restype = _FUNCTIONS[name]
     return f
 
 
 def tensor_values(tensor: int) -> tuple[gguf.GGMLQuantizationType, tuple[int, int], bytes]:
     """Type, shape in ggml order and bytes of a two-dimensional (or flat: [n, 1]) host tensor."""
-    base = _library("ggml-base")
+    base = library("ggml-base")
     base.ggml_get_data.argtypes, base.ggml_get_data.restype = [_P], _P
     base.ggml_nbytes.argtypes, base.ggml_nbytes.restype = [_P], ct.c_size_t
     kind = gguf.GGMLQuantizationType(_I.from_address(tensor).value)  # struct ggml_tensor: type, buffer, ne[4], ...
@@ -124,3 +124,20 @@ class Sidecar:
         """tensor_values() of the weight or bias of layer il, None where there is none."""
         t = ridge(f"sidecar_{part}")(self.handle, il)
         return None if not t else tensor_values(t)
+
+
+def refusal(path: os.PathLike | str, expect: dict | None = None) -> str:
+    """The message of a refusal without its head "sidecar 'PATH': ".
+
+    Fails if the file is accepted, if the message is not one line of printable text, or if memory ran out: a refusal must
+    not come from an absurd allocation.
+    """
+    try:
+        with Sidecar(path, expect):
+            raise AssertionError(f"{path} was accepted")
+    except Refused as e:
+        message = str(e)
+    head = f"sidecar '{path}': "
+    assert message.startswith(head) and message.isprintable(), repr(message)
+    assert "memory" not in message, message
+    return message[len(head) :]

@@ -267,9 +267,34 @@ def write_sidecar(
     return Path(path)
 
 
+# the model that the examples are made for, as struct ggml_ridge_expect has it
+N_LAYER, N_EMBD, SPLIT = 6, 64, 2
+MODEL = {
+    "architecture": "llama",
+    "tokenizer_sha256": sha256(b"a tokenizer"),
+    "hparams": "head_count=4;head_count_kv=2;key_length=16;feed_forward=8,8,8;vocab_size=300",
+    "block_count": N_LAYER,
+    "embedding_length": N_EMBD,
+}
+
+
+def write_example(path: Path | str, **changes) -> Path:
+    """write_sidecar() for the example model."""
+    made_for = dict(arch=MODEL["architecture"], n_layer=N_LAYER, n_embd=N_EMBD, split=SPLIT, map_type="f16")
+    made_for |= {k: MODEL[k] for k in ("tokenizer_sha256", "hparams")}
+    return write_sidecar(path, **{**made_for, **changes})
+
+
 #
 # damaged sidecars
 #
+
+
+def operated(good: bytes, surgery: Callable[[RawGguf], object], seal: bool = True) -> bytes:
+    """A good sidecar after surgery on its parts, with right hashes unless seal is False."""
+    raw = read_raw(good)
+    surgery(raw)
+    return (raw.seal() if seal else raw).to_bytes()
 
 
 def write_lora(path: Path | str, *, arch: str, n_embd: int, rank: int = 4) -> Path:

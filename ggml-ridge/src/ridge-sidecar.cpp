@@ -472,6 +472,7 @@ static std::unique_ptr<ggml_ridge_sidecar> sidecar_read(const char * path, const
 //
 
 ggml_ridge_sidecar * ggml_ridge_sidecar_load(const char * path, const ggml_ridge_expect * expect, char * err, size_t err_size) {
+    path = path ? path : "";
     std::string reason;
     try {
         return sidecar_read(path, expect).release();
