@@ -1,0 +1,174 @@
+"""The solver against numpy's least squares, and the sums it solves from. No library is needed."""
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ridgefill.errors import StatisticsError
+from ridgefill.solve import LAMBDAS, Ridge, check_fit
+from ridgefill.statistics import Moments, memory_bytes
+
+S, L = 3, 4  # split layer and the one mapped layer
+
+
+def sums(x: np.ndarray, y: np.ndarray, origin: dict | None = None) -> Moments:
+    m = Moments(S, [L], origin or {S: x.mean(0), L: y.mean(0)})
+    m.add({S: x, L: y})
+    return m
+
+
+def solved(x, y, xh=None, yh=None) -> Ridge:
+    origin = {S: x.mean(0), L: y.mean(0)}
+    return Ridge(sums(x, y, origin), sums(x if xh is None else xh, y if yh is None else yh, origin))
+
+
+def direct(x: np.ndarray, y: np.ndarray, lam: float) -> tuple[np.ndarray, np.ndarray]:
+    """Ridge by least squares on rows: the penalty as sqrt(alpha) I below the centred rows."""
+    xc, yc = x - x.mean(0), y - y.mean(0)
+    d = x.shape[1]
+    alpha = lam * np.sum(xc * xc) / d
+    rows = np.vstack([xc, np.sqrt(alpha) * np.eye(d)])
+    a = np.linalg.lstsq(rows, np.vstack([yc, np.zeros((d, y.shape[1]))]), rcond=1e-8)[0].T
+    return a, y.mean(0) - a @ x.mean(0)
+
+
+@st.composite
+def problems(draw):
+    """x [n, d] and y [n, e] with some constant columns, repeated columns and repeated rows."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    n, d, e = draw(st.integers(2, 60)), draw(st.integers(1, 12)), draw(st.integers(1, 9))
+    x = rng.normal(size=(n, d)) * 10 ** rng.uniform(-1, 1, d) + rng.normal(size=d) * 5
+    y = x @ rng.normal(size=(d, e)) + rng.normal(size=(n, e)) + 3
+    if draw(st.booleans()):
+        x[:, draw(st.integers(0, d - 1))] = 7.0
+    if draw(st.booleans()) and d > 1:
+        x[:, 0] = x[:, -1]
+    if draw(st.booleans()):
+        x[n // 2 :] = x[: n - n // 2]
+        y[n // 2 :] = y[: n - n // 2]
+    return x, y
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems(), st.sampled_from([0.0, 1e-4, 0.03, 1.0, 100.0]))
+def test_map_is_the_least_squares_solution(problem, lam):
+    x, y = problem
+    ridge = solved(x, y)
+    a, b = direct(x, y, lam)
+    weight = ridge.weight(L, lam)
+    size = 1 + np.abs(a).max()
+    assert np.allclose(weight, a, atol=1e-6 * size)
+    assert np.allclose(ridge.bias(L, weight), b, atol=1e-5 * size * (1 + np.abs(x).max()))
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(), st.integers(0, 2**32))
+def test_held_out_r2_is_that_of_the_rows(problem, seed):
+    """The score from sums, for the whole grid and for one map, equals the score from predicting held-out rows."""
+    x, y = problem
+    rng = np.random.default_rng(seed)
+    xh = x[rng.integers(0, len(x), 25)] + rng.normal(size=(25, x.shape[1]))
+    yh = y[rng.integers(0, len(y), 25)] + rng.normal(size=(25, y.shape[1])) + 1
+    ridge = solved(x, y, xh, yh)
+    grid = ridge.r2_grid(L)
+    total = np.sum((yh - yh.mean(0)) ** 2)
+    for lam, r2 in zip(LAMBDAS, grid):
+        a, b = direct(x, y, lam)
+        expected = 1 - np.sum((yh - xh @ a.T - b) ** 2) / total
+        assert np.isclose(r2, expected, rtol=1e-6, atol=1e-6)
+        assert np.isclose(ridge.r2(L, a, b), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_best_takes_the_lambda_of_the_highest_held_out_score():
+    """Few rows and much noise: the least penalty wins on fitted rows, a larger one on others."""
+    rng = np.random.default_rng(5)
+    truth = rng.normal(size=(6, 20))
+    x, xh = rng.normal(size=(45, 20)), rng.normal(size=(400, 20))
+    y, yh = (v @ truth.T + 8 * rng.normal(size=(len(v), 6)) for v in (x, xh))
+    ridge = solved(x, y, xh, yh)
+    best = ridge.best(L)
+    scores = ridge.r2_grid(L)
+    assert best.lam == LAMBDAS[int(scores.argmax())]
+    assert LAMBDAS[0] < best.lam
+    assert np.isclose(best.r2, scores.max())
+    assert solved(x, y).best(L).lam == LAMBDAS[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(), st.lists(st.integers(0, 60), max_size=4), st.integers(0, 3))
+def test_sums_do_not_depend_on_blocks(problem, cuts, n_merged):
+    x, y = problem
+    whole = sums(x, y)
+    edges = sorted({0, len(x), *(c for c in cuts if c < len(x))})
+    parts = [Moments(S, [L], whole.origin) for _ in range(n_merged + 1)]
+    for i, (a, b) in enumerate(zip(edges, edges[1:])):
+        parts[i % len(parts)].add({S: x[a:b], L: y[a:b]})
+    for other in parts[1:]:
+        parts[0].merge(other)
+    assert parts[0].n == whole.n
+    for a, b in ((parts[0].xx, whole.xx), (parts[0].xy[L], whole.xy[L]), (parts[0].sum_x, whole.sum_x), (parts[0].yy[L], whole.yy[L])):
+        assert np.allclose(a, b, rtol=1e-10, atol=1e-10 * (1 + np.abs(b).max()))
+
+
+def test_large_means_do_not_cost_precision():
+    """float32 activations about a mean ten thousand times their spread, as in a residual stream's loud channels."""
+    rng = np.random.default_rng(1)
+    x = (rng.normal(size=(500, 8)) + 1e4).astype(np.float32)
+    y = (x.astype(np.float64) @ rng.normal(size=(8, 5)) + rng.normal(size=(500, 5))).astype(np.float32)
+    origin = {S: x[:50].mean(0, dtype=np.float64), L: y[:50].mean(0, dtype=np.float64)}
+    ridge = Ridge(sums(x, y, origin), sums(x, y, origin))
+    a, b = direct(x.astype(np.float64), y.astype(np.float64), 0.01)
+    assert np.abs(ridge.weight(L, 0.01) - a).max() < 1e-9
+    assert np.abs(ridge.bias(L, ridge.weight(L, 0.01)) - b).max() < 1e-5
+
+
+def test_bias_makes_a_rounded_map_exact_for_the_mean_row():
+    rng = np.random.default_rng(2)
+    x, y = rng.normal(size=(100, 6)) + 50, rng.normal(size=(100, 4)) - 20
+    ridge = solved(x, y)
+    rounded = np.round(ridge.weight(L, 0.1), 1)
+    assert np.abs(ridge.weight(L, 0.1) - rounded).max() > 0.001
+    assert np.allclose(rounded @ x.mean(0) + ridge.bias(L, rounded), y.mean(0))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_values_that_are_not_finite_are_refused_and_leave_the_sums_alone(bad):
+    x, y = np.ones((10, 3), np.float32), np.ones((10, 2), np.float32)
+    m = sums(x, y)
+    y[7, 1] = bad
+    with pytest.raises(StatisticsError, match=rf"layer {L}: expected finite activations, found {bad} in row 7, channel 1"):
+        m.add({S: x, L: y})
+    assert m.n == 10 and np.isfinite(m.yy[L])
+
+
+def test_too_few_rows_are_refused():
+    rng = np.random.default_rng(3)
+    x, y = rng.normal(size=(9, 5)), rng.normal(size=(9, 2))
+    with pytest.raises(StatisticsError, match=rf"layer {S}: expected at least 10 rows .* found 9"):
+        check_fit(sums(x, y), sums(x, y))
+    x, y = rng.normal(size=(10, 5)), rng.normal(size=(10, 2))
+    check_fit(sums(x, y), sums(x, y))
+    with pytest.raises(StatisticsError, match="held-out rows, found 0"):
+        check_fit(sums(x, y), Moments(S, [L], {S: x[0], L: y[0]}))
+
+
+def test_a_layer_that_never_varies_is_refused_by_name():
+    rng = np.random.default_rng(4)
+    x, y = rng.normal(size=(20, 4)), np.full((20, 2), 3.0)
+    with pytest.raises(StatisticsError, match=rf"layer {L}: its input is the same in all 20 fitted rows"):
+        check_fit(sums(x, y), sums(x, y))
+    with pytest.raises(StatisticsError, match=rf"layer {S}: its input is the same"):
+        check_fit(sums(np.zeros((20, 4)), x), sums(x, x))
+
+
+def test_memory_counts_every_matrix():
+    """Against the arrays themselves: two sets of sums for splits 1 and 2 of 5 layers, and what the solver holds beside."""
+    d, n_layer = 32, 5
+    origin = {il: np.zeros(d) for il in range(n_layer)}
+    held = 0
+    for split in (1, 2):
+        m = Moments(split, list(range(split + 1, n_layer)), origin)
+        held += 2 * (m.xx.nbytes + sum(a.nbytes for a in m.xy.values()))
+    assert held <= memory_bytes(d, [1, 2], n_layer) <= 2 * held
