@@ -160,7 +160,7 @@ def build(path: str | os.PathLike, arch: str, *, ftype: str = "f32", seed: int =
     if ftype not in types:
         raise ValueError(f"pico type: expected one of {', '.join(types)}, found {ftype!r}")
 
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng([seed, ARCHS.index(arch)])  # llama and mistral3 have the same tensors
 
     def noise(rows: int, cols: int, gain: float) -> np.ndarray:
         return rng.standard_normal((rows, cols), dtype=np.float32) * np.float32(gain / np.sqrt(cols))
