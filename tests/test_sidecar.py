@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import sidecar_files as sf
+from ridgefill import sidecar
 from ridge_native import ROOT, Refused, Sidecar, library, refusal, ridge
 from sidecar_files import MODEL, N_EMBD, N_LAYER, SPLIT
 
@@ -282,6 +283,30 @@ def test_the_builder_writes_the_documented_keys_and_no_other(good_f16):
     assert {kv.key: (kv.kind, kv.is_array) for kv in sf.read_raw(good_f16).kvs} == KEYS
 
 
+def test_the_calibrators_writer_writes_the_documented_keys_and_the_reader_takes_them(tmp_path):
+    fingerprint = {"architecture": "llama", "name": "m", "file_type": 2, "anchors": ANCHORS}
+    maps = sf.random_maps(N_LAYER, N_EMBD, SPLIT)
+    made = sidecar.Sidecar(
+        fingerprint=MODEL | fingerprint,
+        split=SPLIT,
+        sink_rows=4,
+        tail=256,
+        map_type="q8_0",
+        lambdas=[0.1] * len(maps),
+        r2=[0.5] * len(maps),
+        weights=[sidecar.encode(a, "q8_0")[0] for a, _ in maps.values()],
+        biases=[b for _, b in maps.values()],
+        calibration=sidecar.Calibration(["a text; MIT"], 1000, 10, 100, 2, seed=3),
+    )
+    path = tmp_path / "x.gguf"
+    sidecar.write(path, made)
+    written = {kv.key: (kv.kind, kv.is_array) for kv in sf.read_raw(path.read_bytes()).kvs}
+    assert {k: v for k, v in written.items() if k != sf.METADATA_SHA256} == KEYS
+    with Sidecar(path, MODEL) as s:
+        assert (s.get("split"), s.get("n_tail"), s.get("file_type"), s.anchors()) == (SPLIT, 256, 2, ANCHORS)
+        assert s.tensor("weight", 5)[2] == gguf.quants.quantize(maps[5][0], sf.TYPES["q8_0"]).tobytes()
+
+
 def is_named(message: str, key: str) -> bool:
     """Whether a message is about this key; a file that is no sidecar by its type is named as what it is."""
     return f"'{key}'" in message or (key in ("general.type", "adapter.type") and "it is a" in message and OURS in message)
@@ -541,6 +566,11 @@ def test_no_buffer_and_no_path_are_no_crash():
     assert ridge("sidecar_load")(b"/nonexistent", None, None, 0) is None
     assert ridge("sidecar_load")(None, None, None, 0) is None
     ridge("sidecar_free")(None)
+
+
+@pytest.mark.parametrize("key", ["architecture", "tokenizer_sha256", "hparams"])
+def test_model_that_is_only_half_described_matches_nothing(key, good):
+    assert refusal(good, {**MODEL, key: None}).startswith("the model to check it against has no architecture")
 
 
 def test_anchor_index_out_of_range_gives_null(good):

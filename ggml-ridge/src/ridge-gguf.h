@@ -2,8 +2,9 @@
 
 // A bounds-checked reader of the GGUF container: version 3, little-endian, one file.
 //
-// ggml's own reader is not used: it logs several lines where a user should see one, names no offsets, and accepts what
-// docs/SIDECAR.md refuses (other alignments, bytes after the last tensor, data behind padding that is not zero).
+// ggml's own reader is not used: it allocates what the file says before it looks whether the file has it, and aborts when
+// that fails; it logs several lines, raw bytes among them, where a user should see one; and it accepts what docs/SIDECAR.md
+// refuses (other alignments, bytes after the last tensor, padding that is not zero).
 // Every failure is a ridge_error, whose text fits on one line whatever bytes the file holds.
 
 #include "gguf.h"

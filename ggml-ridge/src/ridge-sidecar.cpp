@@ -269,6 +269,9 @@ static void check_hparams(const std::string & found, const std::string & expecte
 }
 
 static void check_model(const ggml_ridge_sidecar & sc, const ggml_ridge_expect & expect) {
+    if (!expect.architecture || !expect.tokenizer_sha256 || !expect.hparams) {
+        throw ridge_error("the model to check it against has no architecture, tokenizer hash or hyper-parameters");
+    }
     if (sc.arch != expect.architecture) {
         throw ridge_error(ridge_format("it was made for the architecture %s, the model has '%s'",
             ridge_quote(sc.arch).c_str(), expect.architecture));
