@@ -38,7 +38,7 @@ class Config:
     tail: int = 512  # recommended tail, rows
     seed: int = 0  # order of the documents, hence which are held out
     n_tokens: int = 0  # tokens to fit on, 0: all
-    heldout_documents: int | None = None  # None: a sixth
+    heldout_documents: int | None = None  # None: those marked so, else a sixth
     ctx: int = 2048  # tokens run together from position 0
     threads: int = 2
     gpu_layers: int = 0

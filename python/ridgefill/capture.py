@@ -32,17 +32,19 @@ class Selection:
 def select(documents: list[Document], seed: int, n_heldout: int | None = None) -> Selection:
     """Shuffle by `seed` and part by document. Evaluation documents are never used.
 
-    Documents that have a partition keep to it; the others are held out until `n_heldout` are (by default a sixth of all,
-    at least one) and fitted after that.
+    Documents that have a partition keep to it: at most `n_heldout` of the "heldout" ones are used, by default all. Where
+    those are too few, documents without a partition are held out first (by default a sixth of them, at least one, if no
+    document is marked "heldout") and fitted after that.
 
     Raises TextError when either part is empty.
     """
     usable = [d for d in documents if d.partition != "evaluation"]
     random.Random(seed).shuffle(usable)
-    if n_heldout is None:
-        n_heldout = max(1, round(len(usable) / 6))
-    heldout = [d for d in usable if d.partition == "heldout"][:n_heldout]
+    heldout = [d for d in usable if d.partition == "heldout"]
     free = [d for d in usable if not d.partition]
+    if n_heldout is None:
+        n_heldout = len(heldout) or max(1, round(len(free) / 6))
+    heldout = heldout[:n_heldout]
     heldout += free[: n_heldout - len(heldout)]
     taken = set(map(id, heldout))
     fit = [d for d in usable if d.partition != "heldout" and id(d) not in taken]

@@ -78,7 +78,7 @@ def calibrate(
     tail: Annotated[int, typer.Option(help="recommended tail to record, rows")] = 512,
     seed: Annotated[int, typer.Option(help="order of the documents, hence which are held out")] = 0,
     n_tokens: Annotated[int, typer.Option(min=0, help="tokens to fit on, 0: all")] = 0,
-    heldout_documents: Annotated[int | None, typer.Option(min=1, help="documents to hold out [default: a sixth]")] = None,
+    heldout_documents: Annotated[int | None, typer.Option(min=1, help="documents to hold out [default: those marked so in sources.json, else a sixth]")] = None,
     ctx: Annotated[int, typer.Option(min=64, help="tokens run together from position 0")] = 2048,
     threads: Annotated[int, typer.Option(min=1)] = 2,
     gpu_layers: Annotated[int, typer.Option(help="model layers on the accelerator, -1: all")] = 0,

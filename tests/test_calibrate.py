@@ -1,0 +1,280 @@
+"""ridgefill-calibrate from end to end on pico models: maps, scores, records, refusals."""
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import sidecar_files
+from ridgefill import calibrate as cal
+from ridgefill import cli, lib, sidecar
+from ridgefill.errors import OutputExists, RidgefillError, StatisticsError, TextError
+from ridgefill.text import read_documents
+
+ROOT = Path(__file__).resolve().parents[1]
+SHAPE = dict(n_layer=5, head=32, n_head=2, n_head_kv=1)  # width 64
+SINK, CTX = 4, 128
+WORDS = "the and ring inn sword town is of thin other hint worn fasten river cat 7 12 500 a in on he she it".split()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library(patched_lib):
+    lib.load(patched_lib)
+
+
+@pytest.fixture(scope="module")
+def model(pico_model) -> str:
+    return str(pico_model("llama", **SHAPE))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    """Eight documents of a few hundred tokens; the last two are for evaluation only."""
+    folder, rng, entries = tmp_path_factory.mktemp("corpus"), np.random.default_rng(0), []
+    for i in range(8):
+        (folder / f"{i}.txt").write_text(" ".join(rng.choice(WORDS, 130)))
+        partition = "evaluation" if i > 5 else "heldout" if i > 3 else "calibration"
+        entries.append({"file": f"{i}.txt", "source": f"book {i}", "licence": "CC0-1.0", "partition": partition})
+    (folder / "sources.json").write_text(json.dumps(entries))
+    return folder
+
+
+def config(model, corpus, out, **kw) -> cal.Config:
+    return cal.Config(**{
+        "model": str(model), "out": str(out), "splits": [2], "text": [str(corpus)], "map_type": "f32", "sink": SINK,
+        "ctx": CTX, "threads": 1, **kw,
+    })  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def fitted(model, corpus, tmp_path_factory):
+    """Splits 1 and 2 fitted in one call: (results, folder)."""
+    folder = tmp_path_factory.mktemp("maps")
+    return cal.calibrate(config(model, corpus, folder / "maps.gguf", splits=[1, 2])), folder
+
+
+def keys_of(path) -> dict:
+    return {k: f.contents() for k, f in gguf.GGUFReader(path).fields.items() if not k.startswith("GGUF.")}
+
+
+def layer_inputs(model_path: str, documents, layers) -> dict[int, np.ndarray]:
+    """Rows of every document without sink rows, float64: captured here document by document, not by what is tested."""
+    rows: dict[int, list] = {il: [] for il in layers}
+    with lib.Model(model_path) as m, lib.Context(m, CTX, n_threads=1) as ctx:
+        ctx.capture(layers)
+        for d in documents:
+            tokens = m.tokenize(d.text)
+            for at in range(0, len(tokens), CTX):
+                if len(piece := tokens[at : at + CTX]) > SINK:
+                    ctx.clear()
+                    ctx.decode(piece)
+                    for il in layers:
+                        rows[il].append(ctx.layer_inputs(il)[SINK:].astype(np.float64))
+    return {il: np.concatenate(r) for il, r in rows.items()}
+
+
+def test_maps_are_the_ridge_solution_of_the_activations(model, corpus, fitted):
+    results, _ = fitted
+    documents = read_documents([corpus])
+    fit = layer_inputs(model, [d for d in documents if d.partition == "calibration"], range(5))
+    held = layer_inputs(model, [d for d in documents if d.partition == "heldout"], range(5))
+    for r in results:
+        assert (r.n_tokens, r.n_heldout_tokens) == (len(fit[0]), len(held[0]))
+        assert r.layers == list(range(r.split + 1, 5))
+        maps = sidecar.maps(r.path)
+        x, mu = fit[r.split], fit[r.split].mean(0)
+        for il, lam, r2 in zip(r.layers, r.lambdas, r.r2):
+            y = fit[il]
+            alpha = lam * np.sum((x - mu) ** 2) / x.shape[1]
+            rows = np.vstack([x - mu, np.sqrt(alpha) * np.eye(x.shape[1])])
+            a = np.linalg.lstsq(rows, np.vstack([y - y.mean(0), np.zeros((x.shape[1], y.shape[1]))]), rcond=None)[0].T
+            weight, bias = maps[il]
+            assert np.abs(weight - a).max() < 1e-5 * np.abs(a).max()
+            assert np.abs(bias - (y.mean(0) - a @ mu)).max() < 1e-4 * np.abs(y).max()
+            yh = held[il]
+            error = np.sum((yh - held[r.split] @ weight.T - bias) ** 2)
+            assert abs(r2 - (1 - error / np.sum((yh - yh.mean(0)) ** 2))) < 1e-6
+            assert 0 < r2 < 1
+
+
+def test_record_in_the_file(model, corpus, fitted):
+    results, folder = fitted
+    assert sorted(p.name for p in folder.iterdir()) == ["maps.s1.gguf", "maps.s2.gguf"]
+    for r in results:
+        keys = keys_of(r.path)
+        with lib.Model(model) as m:
+            fp = m.fingerprint(r.split)
+        assert (keys["ridge.split"], keys["ridge.block_count"], keys["ridge.embedding_length"]) == (r.split, 5, 64)
+        assert (keys["ridge.sink_rows"], keys["ridge.tail"], keys["ridge.map_type"]) == (SINK, 512, "f32")
+        assert keys["ridge.model.tokenizer_sha256"] == fp["tokenizer_sha256"]
+        assert keys["ridge.model.hparams"] == fp["hparams"]
+        assert dict(zip(keys["ridge.model.anchors"], keys["ridge.model.anchors_sha256"])) == fp["anchors"]
+        assert np.allclose(keys["ridge.r2"], r.r2) and np.allclose(keys["ridge.lambda"], r.lambdas)
+        assert keys["ridge.calibration.sources"] == [f"book {i}; CC0-1.0" for i in range(6)]  # evaluation text is not there
+        assert (keys["ridge.calibration.n_documents"], keys["ridge.calibration.n_heldout_documents"]) == (4, 2)
+        tensors = {t.name: hashlib.sha256(t.data.tobytes()).hexdigest() for t in gguf.GGUFReader(r.path).tensors}
+        assert dict(zip(keys["ridge.tensors"], keys["ridge.tensors_sha256"])) == tensors
+
+
+def test_keys_are_those_of_the_format(fitted):
+    """docs/SIDECAR.md and the writer name the same keys."""
+    documented = set(re.findall(r"^\| `((?:general|adapter|ridge)\.[a-z0-9_.]+)` \|", (ROOT / "docs" / "SIDECAR.md").read_text(), re.M))
+    assert len(documented) > 20
+    assert set(keys_of(fitted[0][0].path)) == documented | {sidecar.METADATA_HASH}
+
+
+def test_the_library_loads_and_uses_the_maps(model, fitted):
+    """Filled upper-layer keys are those of the map: closer to the exact ones than identity's, and not the same."""
+    result = fitted[0][1]
+    with lib.Model(model) as m, lib.Context(m, 512, n_ubatch=64, n_threads=1) as ctx, lib.Maps(m, result.path) as maps:
+        assert (maps.split, maps.n_tail, maps.n_sink, maps.kind) == (result.split, 512, SINK, "input")
+        assert maps.hash == hashlib.sha256(Path(result.path).read_bytes()).hexdigest()
+        assert maps.size >= 2 * 64 * 65 * 4
+        tokens = m.tokenize(" ".join(np.random.default_rng(7).choice(WORDS, 80)))
+        ctx.decode(tokens)
+        exact = ctx.get_kv(0, 4, "k", SINK, 100)
+        error = {}
+        for mode in ("fill", "identity"):
+            ctx.clear()
+            ctx.fill_and_decode(tokens, mode=mode, maps=maps if mode == "fill" else None, split=2, n_tail=32)
+            error[mode] = np.linalg.norm(ctx.get_kv(0, 4, "k", SINK, 100) - exact)
+        assert 0 < error["fill"] < 0.8 * error["identity"]
+
+
+@pytest.mark.parametrize("map_type", ["f16", "q8_0"])
+def test_scores_are_of_the_maps_as_written(model, corpus, fitted, map_type, tmp_path):
+    """Rounded maps score otherwise than the solution, by what the rows say of the maps in the file."""
+    r = cal.calibrate(config(model, corpus, tmp_path / "m.gguf", map_type=map_type))[0]
+    full = next(f for f in fitted[0] if f.split == 2)
+    held = layer_inputs(model, [d for d in read_documents([corpus]) if d.partition == "heldout"], range(2, 5))
+    for il, r2, exact in zip(r.layers, r.r2, full.r2):
+        weight, bias = sidecar.maps(r.path)[il]
+        y = held[il]
+        found = 1 - np.sum((y - held[2] @ weight.T - bias) ** 2) / np.sum((y - y.mean(0)) ** 2)
+        assert abs(r2 - found) < 1e-6
+        assert 1e-9 < abs(r2 - exact) < 0.01
+
+
+def test_same_seed_same_bytes_other_seed_other_documents(model, corpus, fitted, tmp_path):
+    def one(name, **kw):
+        cal.calibrate(config(model, corpus, tmp_path / name, **kw))
+        return (tmp_path / name).read_bytes()
+
+    free = tmp_path / "free"  # without partitions the seed decides what is held out
+    free.mkdir()
+    for i in range(6):
+        shutil.copy(corpus / f"{i}.txt", free / f"{i}.txt")
+    a, b = one("a.gguf", text=[str(free)], seed=3), one("b.gguf", text=[str(free)], seed=3)
+    assert a == b
+    assert a != one("c.gguf", text=[str(free)], seed=4)
+
+
+def test_n_tokens_limits_what_is_fitted(model, corpus, tmp_path):
+    r = cal.calibrate(config(model, corpus, tmp_path / "m.gguf", n_tokens=300))[0]
+    assert r.n_tokens == 300 - SINK * -(-300 // CTX) or 300 - 8 * SINK <= r.n_tokens < 300
+
+
+def test_existing_files_stay_unless_forced(model, corpus, tmp_path):
+    out = tmp_path / "m.gguf"
+    out.write_text("mine")
+    with pytest.raises(OutputExists, match="m.gguf exists already"):
+        cal.Calibration(config(model, corpus, out))
+    assert out.read_text() == "mine"
+    cal.calibrate(config(model, corpus, out, force=True))
+    assert sidecar.inspect(out)["keys"]["ridge.split"] == 2
+    assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]  # no temporary files are left
+
+
+def test_a_write_that_fails_leaves_nothing(model, corpus, fitted, tmp_path, monkeypatch):
+    def fail(path, header_end):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(sidecar, "_seal", fail)
+    with pytest.raises(OSError, match="disk full"):
+        cal.calibrate(config(model, corpus, tmp_path / "m.gguf"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def poisoned(model: str, out: Path, name: str, value: float) -> str:
+    """A copy of a model in which one number of one tensor is `value`."""
+    t = next(t for t in gguf.GGUFReader(model).tensors if t.name == name)
+    data = bytearray(Path(model).read_bytes())
+    data[t.data_offset : t.data_offset + 4] = np.float32(value).tobytes()
+    out.write_bytes(data)
+    return str(out)
+
+
+def test_activations_that_are_not_finite_are_refused_by_layer(model, corpus, tmp_path):
+    bad = poisoned(model, tmp_path / "nan.gguf", "blk.2.ffn_down.weight", np.nan)
+    with pytest.raises(StatisticsError, match=r"layer 3: expected finite activations, found nan in row \d+, channel 0"):
+        cal.calibrate(config(bad, corpus, tmp_path / "m.gguf"))
+    assert not (tmp_path / "m.gguf").exists()
+
+
+def test_values_out_of_range_are_refused(model, corpus, tmp_path):
+    def refusal(error=RidgefillError, **kw) -> str:
+        with pytest.raises(error) as e:
+            cal.calibrate(config(model, corpus, tmp_path / "m.gguf", **kw))
+        return str(e.value)
+
+    assert refusal(splits=[4]) == "split: expected 1 to 3 for a model of 5 layers, found 4"
+    assert "found 0" in refusal(splits=[0])
+    assert "each once" in refusal(splits=[2, 2])
+    assert "expected f32, f16, q8_0" in refusal(map_type="q4_0").replace("one of ", "")
+    assert "sink rows: expected 0 to 127, found 128" in refusal(sink=CTX)
+    assert "layer 2: expected at least 128 rows to fit" in refusal(StatisticsError, n_tokens=100)
+    assert "no such file or folder" in refusal(TextError, text=["/no/such/text"])
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "no text found" in refusal(TextError, text=[str(empty)])
+    assert "found 0 and 1" in refusal(TextError, text=[str(corpus / "0.txt")])
+    assert list(tmp_path.glob("*.gguf")) == []
+
+
+def test_a_width_that_the_map_type_cannot_hold_is_refused_before_the_work(pico_model, corpus, tmp_path):
+    odd = pico_model("llama", n_layer=5, head=32, n_head=2, n_head_kv=1, n_embd=80)
+    with pytest.raises(RidgefillError, match="q8_0 needs a width that is a multiple of 32, found 80"):
+        cal.Calibration(config(odd, corpus, tmp_path / "m.gguf", map_type="q8_0"))
+
+
+runner = CliRunner()
+
+
+def test_commands(model, corpus, tmp_path):
+    out = str(tmp_path / "m.gguf")
+    args = [model, "--out", out, "--split", "2", "--text", str(corpus), "--ctx", "128", "--threads", "1"]
+    done = runner.invoke(cli.calibrate_app, [*args, "--json"])
+    assert done.exit_code == 0, done.output
+    result = json.loads(done.stdout)[0]
+    assert (result["path"], result["split"], result["layers"]) == (out, 2, [3, 4])
+    again = runner.invoke(cli.calibrate_app, args)
+    assert again.exit_code == 6 and "exists already" in again.stderr and again.stderr.count("\n") == 1
+    plain = runner.invoke(cli.calibrate_app, [*args, "--force"])
+    assert plain.exit_code == 0 and "4 documents with" in plain.stderr and "held-out R²" in plain.stdout
+
+    shown = json.loads(runner.invoke(cli.app, ["inspect", out, "--json"]).stdout)
+    assert shown["keys"]["ridge.map_type"] == "q8_0"
+    assert shown["tensors"]["blk.3.ridge.weight"] == ["q8_0", [64, 64]]
+    assert np.allclose(shown["keys"]["ridge.r2"], result["r2"])
+    text = runner.invoke(cli.app, ["inspect", out])
+    assert text.exit_code == 0 and "ridge.split = 2" in text.stdout and "book 0; CC0-1.0" in text.stdout
+
+
+def test_exit_codes_say_what_was_wrong(model, corpus, tmp_path):
+    args = ["--out", str(tmp_path / "m.gguf"), "--split", "2", "--text", str(corpus)]
+    assert runner.invoke(cli.calibrate_app, [model, "--out", str(tmp_path / "m.gguf")]).exit_code == 2
+    assert runner.invoke(cli.calibrate_app, ["/no/model.gguf", *args]).exit_code == 3
+    assert runner.invoke(cli.calibrate_app, [model, *args[:4], "--text", "/no/text"]).exit_code == 4
+    assert runner.invoke(cli.calibrate_app, [model, *args, "--n-tokens", "50"]).exit_code == 5
+    lora = sidecar_files.write_lora(tmp_path / "lora.gguf", arch="llama", n_embd=64)
+    refused = runner.invoke(cli.app, ["inspect", str(lora)])
+    assert refused.exit_code == 7 and "LoRA" in refused.stderr and refused.stderr.count("\n") == 1
+    assert runner.invoke(cli.app, ["inspect", model]).exit_code == 7
+    assert runner.invoke(cli.app, ["inspect", "/no/file"]).exit_code == 7
