@@ -159,13 +159,19 @@ int32_t server_ridge::plan(int32_t id_slot, const server_task & task, const std:
         res.n_tail = params.n_tail;
     }
 
+    const int32_t n_common = n_past;
     if (!res.reason.empty() || mode == LLAMA_RIDGE_MODE_PLUMB || prompt.ridge.made_by() != provenance(mode)) {
         n_past = std::min(n_past, prompt.ridge.first_filled());
-    }
-    if (res.reason.empty()) {
+    } else {
         // rows of this prompt's tail that are filled in the cache run again, exactly
         n_past = std::min(n_past, prompt.ridge.first_filled(n_tokens - params.n_tail));
+    }
+    // a handful of sink rows is not worth it: without them the prompt is cut where a cold run cuts it
+    if (n_past < n_common && n_past <= params.n_sink) {
+        n_past = 0;
+    }
 
+    if (res.reason.empty()) {
         const int64_t n_min = request.n_min_prompt  > 0 ? request.n_min_prompt  :
                               defaults.n_min_prompt > 0 ? defaults.n_min_prompt : 2*(int64_t) params.n_tail;
         const int32_t n_new = n_tokens - n_past;
@@ -352,7 +358,13 @@ void server_ridge::stop(int32_t id_slot) {
     if (it == jobs.end()) {
         return;
     }
-    llama_ridge_prefill_free(it->second.prefill); // takes an unfinished prefill's rows out of the cache
+    const job & j = it->second;
+    if (j.prefill) {
+        const auto stats = llama_ridge_prefill_get_stats(j.prefill);
+        RDG_LOG(LOG_INF, id_slot, j.task->id, "cancelled after step %d of %d (sweep 1: %d)\n",
+                stats.i_step, stats.n_steps, stats.n_steps_lower);
+        llama_ridge_prefill_free(j.prefill); // takes the rows out of the cache
+    }
     jobs.erase(it);
     metrics->ridge.count_cancelled();
 }
