@@ -24,12 +24,12 @@ foreach(t IN LISTS RIDGE_LIBRARIES RIDGE_TARGETS)
     # a wheel holds no symbolic links: one file per library, named as the others ask for it
     set_property(TARGET ${t} PROPERTY VERSION)
     set_property(TARGET ${t} PROPERTY SOVERSION)
+    set_property(TARGET ${t} PROPERTY PUBLIC_HEADER) # nobody compiles against the package
     if (APPLE)
         set_property(TARGET ${t} PROPERTY INSTALL_RPATH "@loader_path")
     else()
         set_property(TARGET ${t} PROPERTY INSTALL_RPATH "$ORIGIN")
     endif()
-    set_property(TARGET ${t} PROPERTY EXCLUDE_FROM_ALL OFF) # CMake warns about installing what `all` does not build
     # OPTIONAL: upstream defines libraries that our programs do not need and this build does not make
     install(TARGETS ${t} OPTIONAL
         RUNTIME DESTINATION ridgefill/bin COMPONENT ridgefill
