@@ -1,0 +1,82 @@
+"""Documents: what is read, what is refused, how they are parted and cut."""
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+
+from ridgefill.capture import select
+from ridgefill.errors import TextError
+from ridgefill.text import Document, html_to_text, read_documents
+
+PAGE = """<html><head><title>no</title><style>p {}</style></head><body>
+<nav><ul><li>menu</ul></nav><div role="navigation"><p>prev<div>next</div></div>
+<h1>Rings<a class="headerlink" href="#x">¶</a></h1><p>The ring &amp; the <b>sword</b>.<p>Second<br>line
+<script>var x = "<p>no</p>";</script><pre>  if x:
+      y</pre></body></html>"""
+
+
+def test_html_keeps_text_and_drops_navigation():
+    text = html_to_text(PAGE)
+    for kept in ("Rings\n", "The ring & the sword.", "Second\nline", "  if x:\n      y"):
+        assert kept in text
+    for dropped in ("no", "menu", "prev", "next", "¶", "p {}", "\n\n\n"):
+        assert dropped not in text
+
+
+def test_folders_are_read_in_order_by_type(tmp_path):
+    (tmp_path / "b.txt").write_text("bee")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a.md.gz").write_bytes(gzip.compress("ay".encode()))
+    (tmp_path / "c.html").write_text("<p>sea</p>")
+    (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / "binary.bin").write_bytes(b"\0\1")
+    assert [(d.name, d.text) for d in read_documents([tmp_path])] == [("b.txt", "bee"), ("c.html", "sea\n"), ("sub/a.md.gz", "ay")]
+    assert [d.name for d in read_documents([tmp_path / "c.html", tmp_path / "b.txt"])] == ["c.html", "b.txt"]
+
+
+def test_sources_say_which_files_and_where_from(tmp_path):
+    (tmp_path / "a.txt").write_text("ay")
+    (tmp_path / "stray.txt").write_text("not listed")
+    entry = {"file": "a.txt", "source": "book", "licence": "CC0-1.0", "partition": "heldout"}
+    (tmp_path / "sources.json").write_text(json.dumps([entry]))
+    assert read_documents([tmp_path]) == [Document("a.txt", "ay", "book", "CC0-1.0", "heldout")]
+    for bad in ([{**entry, "partition": "test"}], [{"file": "a.txt"}], {"a": 1}, [{**entry, "file": "gone.txt"}]):
+        (tmp_path / "sources.json").write_text(json.dumps(bad))
+        with pytest.raises(TextError):
+            read_documents([tmp_path])
+
+
+def test_files_that_are_no_text_are_refused_by_name(tmp_path):
+    (tmp_path / "latin.txt").write_bytes("über".encode("latin-1"))
+    with pytest.raises(TextError, match="latin.txt is not UTF-8"):
+        read_documents([tmp_path / "latin.txt"])
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    with pytest.raises(TextError, match=r"x.gguf: expected one of .txt, .* found .gguf"):
+        read_documents([tmp_path / "x.gguf"])
+    (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(b"hello" * 100)[:-10])
+    with pytest.raises(TextError, match="cut.txt.gz cannot be read"):
+        read_documents([tmp_path / "cut.txt.gz"])
+
+
+def documents(**counts: int) -> list[Document]:
+    return [Document(f"{p}{i}", "x", "s", partition="" if p == "free" else p) for p, n in counts.items() for i in range(n)]
+
+
+def test_partitions_are_kept():
+    s = select(documents(calibration=5, heldout=3, evaluation=4), seed=1)
+    assert sorted(d.name for d in s.fit) == [f"calibration{i}" for i in range(5)]
+    assert sorted(d.name for d in s.heldout) == [f"heldout{i}" for i in range(3)]
+    assert len(select(documents(calibration=5, heldout=3), seed=1, n_heldout=2).heldout) == 2
+
+
+def test_documents_without_partition_are_parted_by_seed():
+    s = select(documents(free=12), seed=1)
+    assert (len(s.fit), len(s.heldout)) == (10, 2)
+    assert set(s.fit).isdisjoint(s.heldout)
+    assert s == select(documents(free=12), seed=1) != select(documents(free=12), seed=2)
+    assert len(select(documents(free=12), seed=1, n_heldout=5).heldout) == 5
+    for bad in (documents(free=1), documents(calibration=3), documents(evaluation=9), documents(heldout=2)):
+        with pytest.raises(TextError, match="expected documents to fit and at least one to hold out"):
+            select(bad, seed=0)
