@@ -3,8 +3,8 @@
 It is written from the papers' definitions and the models' published graphs and shares no code with what it checks:
 neither libllama nor the rest of this package is imported here. It is slow and plain on purpose.
 """
-from .fill import Fill, load_maps
+from .fill import EXACT, FILL, IDENTITY, NOFILL, Fill, load_maps
 from .forward import Result, forward
 from .weights import ReferenceError, Weights
 
-__all__ = ["Fill", "ReferenceError", "Result", "Weights", "forward", "load_maps"]
+__all__ = ["EXACT", "FILL", "IDENTITY", "NOFILL", "Fill", "ReferenceError", "Result", "Weights", "forward", "load_maps"]

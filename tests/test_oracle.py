@@ -1,0 +1,211 @@
+"""The engine against the oracle: K and V of every layer and the last row's distribution, f32 model and f32 cache.
+
+The two share no code: the oracle (ridgefill.reference) is NumPy in float64 and reads model and maps with gguf-py.
+Flash attention is off where the bound is tight, because upstream rounds an f32 cache to f16 for it.
+"""
+from __future__ import annotations
+
+import subprocess
+
+import gguf
+import numpy as np
+import pytest
+
+import sidecar_files
+from ridgefill import lib
+from ridgefill import reference as ref
+
+KV_ERROR = 1e-3  # relative, Frobenius, per layer
+LAST_KL = 1e-4  # nats
+MODELS = {
+    "llama": {}, "llama-head32": {"head": 32}, "qwen2": {}, "qwen3": {}, "qwen3moe": {}, "mistral3": {},
+    "mistral3-yarn": {"temperature": True}, "qwen3-head32": {"head": 32},
+}
+N_ROWS, N_TAIL, N_SINK, SPLIT, N_UBATCH = 300, 64, 4, 2, 128
+EXACT_ROWS = (4, 40, 41, 77, 127, 128, 200, 235)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engine(patched_lib):
+    lib.load(patched_lib)
+
+
+@pytest.fixture(scope="module")
+def pico_case(pico_model, tmp_path_factory):
+    """get(name) -> (engine's model, oracle's model, path of random maps, tokens); each opened once."""
+    folder, cases = tmp_path_factory.mktemp("maps"), {}
+
+    def get(name: str):
+        if name not in cases:
+            path = pico_model(name.split("-")[0], n_layer=6, **MODELS[name])
+            model = lib.Model(path)
+            maps = write_maps(model, folder / f"{name}.gguf", SPLIT, seed=3)
+            tokens = np.random.default_rng(11).integers(3, 259, N_ROWS).tolist()
+            cases[name] = model, ref.Weights(path), maps, tokens
+        return cases[name]
+
+    yield get
+    for model, *_ in cases.values():
+        model.close()
+
+
+def write_maps(model: lib.Model, path, split: int, seed: int):
+    made_for = model.fingerprint(split)
+    return sidecar_files.write_sidecar(
+        path, arch=model.architecture, n_layer=model.n_layer, n_embd=model.n_embd, split=split, map_type="f32",
+        tokenizer_sha256=made_for["tokenizer_sha256"], hparams=made_for["hparams"], seed=seed)
+
+
+def run_engine(model: lib.Model, tokens, fill: ref.Fill, maps=None, flash_attn=False, n_ubatch=N_UBATCH):
+    """(K per layer, V per layer, logits of the last row, rows that the engine says it filled)."""
+    with lib.Context(model, len(tokens) + 32, n_ubatch=n_ubatch, flash_attn=flash_attn, type_k="f32", type_v="f32",
+                     n_threads=1) as ctx:
+        if fill.mode == ref.EXACT:
+            logits, filled = ctx.decode(tokens)[0], np.empty(0, int)
+        else:
+            logits, prefill = ctx.fill_and_decode(
+                tokens, mode=fill.mode, split=fill.split, n_tail=fill.n_tail, n_sink=fill.n_sink,
+                exact_rows=fill.exact_rows, maps=maps)
+            logits, filled = logits[0], prefill.filled
+        k, v = ([ctx.get_kv(0, il, what, 0, len(tokens)) for il in range(model.n_layer)] for what in "kv")
+    return k, v, logits, filled
+
+
+def kv_error(found: list[np.ndarray], expected: list[np.ndarray]) -> list[float]:
+    """Relative error per layer over the rows that the layer holds."""
+    errors = []
+    for a, b in zip(found, expected, strict=True):
+        held = ~np.isnan(b).any(axis=(1, 2))
+        errors.append(float(np.linalg.norm(a[held] - b[held]) / np.linalg.norm(b[held])))
+    return errors
+
+
+def last_kl(found: np.ndarray, expected: np.ndarray) -> float:
+    """KL(expected || found) of two rows of logits, nats."""
+    p, q = (x.astype(np.float64) - x.max() for x in (expected, found))
+    p, q = (x - np.log(np.exp(x).sum()) for x in (p, q))
+    return float((np.exp(p) * (p - q)).sum())
+
+
+def assert_equal(engine_run, oracle: ref.Result, fill: ref.Fill, bound=KV_ERROR, bound_kl=LAST_KL):
+    k, v, logits, filled = engine_run
+    assert filled.tolist() == np.flatnonzero(fill.filled(len(oracle.x[0]))).tolist()
+    for what, errors in (("K", kv_error(k, oracle.k)), ("V", kv_error(v, oracle.v))):
+        worst = int(np.argmax(errors))
+        assert errors[worst] <= bound, f"{what} of layer {worst}: relative error {errors[worst]:.2e}"
+    assert last_kl(logits, oracle.logits[-1]) <= bound_kl
+
+
+ARMS = [
+    ref.Fill(),
+    ref.Fill(ref.IDENTITY, SPLIT, N_TAIL, N_SINK),
+    ref.Fill(ref.FILL, SPLIT, N_TAIL, N_SINK),
+    ref.Fill(ref.FILL, SPLIT, N_TAIL, N_SINK, EXACT_ROWS),
+    ref.Fill(ref.NOFILL, SPLIT, N_TAIL, N_SINK),
+    ref.Fill(ref.NOFILL, SPLIT, N_TAIL, N_SINK, EXACT_ROWS),
+]
+
+
+def arm_name(fill: ref.Fill) -> str:
+    return fill.mode + ("+rows" if fill.exact_rows else "")
+
+
+def with_maps(fill: ref.Fill, path) -> ref.Fill:
+    return ref.Fill(fill.mode, fill.split, fill.n_tail, fill.n_sink, fill.exact_rows,
+                    ref.load_maps(path) if fill.mode == ref.FILL else None)
+
+
+def run_both(model, weights, path, tokens, fill: ref.Fill, **engine_options):
+    if fill.mode != ref.FILL:
+        return run_engine(model, tokens, fill, **engine_options), ref.forward(weights, tokens, fill)
+    with lib.Maps(model, path) as maps:
+        return run_engine(model, tokens, fill, maps, **engine_options), ref.forward(weights, tokens, fill)
+
+
+@pytest.mark.parametrize("fill", ARMS, ids=arm_name)
+@pytest.mark.parametrize("name", MODELS)
+def test_cache_and_logits_equal_the_oracle(pico_case, name, fill):
+    model, weights, path, tokens = pico_case(name)
+    fill = with_maps(fill, path)
+    assert_equal(*run_both(model, weights, path, tokens, fill), fill)
+
+
+@pytest.mark.parametrize("fill", ARMS[1:], ids=arm_name)
+@pytest.mark.parametrize("name", ["llama", "qwen3-head32"])
+def test_flash_attention_equals_the_oracle_to_half_precision(pico_case, name, fill):
+    """Upstream casts an f32 cache to f16 for flash attention: eleven bits instead of twenty-four."""
+    model, weights, path, tokens = pico_case(name)
+    fill = with_maps(fill, path)
+    assert_equal(*run_both(model, weights, path, tokens, fill, flash_attn=True), fill, bound=5e-3, bound_kl=1e-3)
+
+
+@pytest.mark.parametrize("n_tail, n_ubatch, split", [(1, 64, 1), (290, 64, 2), (64, 512, 4), (130, 100, 3)])
+def test_other_tails_ubatches_and_splits(pico_case, tmp_path, n_tail, n_ubatch, split):
+    model, weights, _, tokens = pico_case("qwen3")
+    path = write_maps(model, tmp_path / "maps.gguf", split, seed=5)
+    fill = ref.Fill(ref.FILL, split, n_tail, N_SINK, EXACT_ROWS, ref.load_maps(path))
+    assert_equal(*run_both(model, weights, path, tokens, fill, n_ubatch=n_ubatch), fill)
+
+
+@pytest.mark.parametrize("change", ["no maps", "other maps", "split", "sink", "tail", "rows"])
+def test_the_comparison_sees_a_difference(pico_case, tmp_path, change):
+    """An oracle that is told something else disagrees by far more than the bound."""
+    model, weights, path, tokens = pico_case("llama")
+    told = ref.Fill(ref.FILL, SPLIT, N_TAIL, N_SINK, EXACT_ROWS, ref.load_maps(path))
+    other = {
+        "no maps": lambda: ref.Fill(ref.IDENTITY, SPLIT, N_TAIL, N_SINK, EXACT_ROWS),
+        "other maps": lambda: ref.Fill(ref.FILL, SPLIT, N_TAIL, N_SINK, EXACT_ROWS,
+                                       ref.load_maps(write_maps(model, tmp_path / "other.gguf", SPLIT, seed=4))),
+        "split": lambda: ref.Fill(ref.FILL, SPLIT + 1, N_TAIL, N_SINK, EXACT_ROWS, told.maps),
+        "sink": lambda: ref.Fill(ref.FILL, SPLIT, N_TAIL, 0, EXACT_ROWS, told.maps),
+        "tail": lambda: ref.Fill(ref.FILL, SPLIT, N_TAIL - 1, N_SINK, EXACT_ROWS, told.maps),
+        "rows": lambda: ref.Fill(ref.FILL, SPLIT, N_TAIL, N_SINK, EXACT_ROWS[:-1], told.maps),
+    }[change]()
+    (k, v, _, _), oracle = run_both(model, weights, path, tokens, told)
+    assert max(kv_error(k, oracle.k) + kv_error(v, oracle.v)) <= KV_ERROR
+    wrong = ref.forward(weights, tokens, other)
+    assert max(kv_error(k, wrong.k) + kv_error(v, wrong.v)) > 10 * KV_ERROR
+
+
+@pytest.fixture(scope="module")
+def smollm2_case(smollm2, patched_lib, tmp_path_factory):
+    """SmolLM2: the engine runs it dequantised to f32, the oracle reads the shipped file."""
+    folder = tmp_path_factory.mktemp("smollm2")
+    f32 = folder / "smollm2-f32.gguf"
+    p = subprocess.run([patched_lib / "llama-quantize", "--allow-requantize", smollm2, f32, "F32"], capture_output=True, text=True)
+    assert p.returncode == 0, p.stderr
+    with lib.Model(f32) as model:
+        maps = write_maps(model, folder / "maps.gguf", 19, seed=7)
+        text = " ".join(f"Line {i}: the harbour master wrote {i * 37 % 101} names in the book." for i in range(40))
+        yield model, ref.Weights(smollm2), maps, model.tokenize(text)[:N_ROWS]
+
+
+@pytest.mark.parametrize("fill", [
+    ref.Fill(),
+    ref.Fill(ref.IDENTITY, 15, N_TAIL),
+    ref.Fill(ref.FILL, 19, N_TAIL),
+    ref.Fill(ref.FILL, 19, N_TAIL, 4, EXACT_ROWS),
+    ref.Fill(ref.NOFILL, 19, N_TAIL),
+], ids=arm_name)
+def test_smollm2_equals_the_oracle(smollm2_case, fill):
+    model, weights, path, tokens = smollm2_case
+    assert len(tokens) == N_ROWS
+    fill = with_maps(fill, path)
+    assert_equal(*run_both(model, weights, path, tokens, fill), fill)
+
+
+def test_the_oracle_refuses_what_it_cannot_run(tmp_path, pico_model):
+    path = tmp_path / "gemma.gguf"
+    w = gguf.GGUFWriter(path, "gemma")
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+    with pytest.raises(ref.ReferenceError, match="expected one of llama, .*found gemma"):
+        ref.Weights(path)
+    with pytest.raises(ref.ReferenceError, match="blk.9.attn_q.weight"):
+        ref.Weights(pico_model("llama", n_layer=2)).layer(9, "attn_q.weight")
+    with pytest.raises(ref.ReferenceError, match="found ridge"):
+        ref.Fill("ridge")
+    with pytest.raises(ref.ReferenceError, match="found none"):
+        ref.load_maps(pico_model("llama", n_layer=2))
