@@ -176,6 +176,17 @@ def test_same_seed_same_bytes_other_seed_other_documents(model, corpus, fitted, 
     assert a != one("c.gguf", text=[str(free)], seed=4)
 
 
+def test_names_of_the_files():
+    def names(out, *splits):
+        c = config("m", "t", out, splits=list(splits))
+        return [str(c.out_path(s)) for s in splits]
+
+    assert names("a/b.gguf", 3) == ["a/b.gguf"]
+    assert names("a/b.c.gguf", 3, 12) == ["a/b.c.s3.gguf", "a/b.c.s12.gguf"]
+    assert names("a/s{split}.q8_0.gguf", 3) == ["a/s3.q8_0.gguf"]
+    assert names("a/s{split}.q8_0.gguf", 3, 12) == ["a/s3.q8_0.gguf", "a/s12.q8_0.gguf"]
+
+
 def test_n_tokens_limits_what_is_fitted(model, corpus, tmp_path):
     r = cal.calibrate(config(model, corpus, tmp_path / "m.gguf", n_tokens=300))[0]
     assert r.n_tokens == 300 - SINK * -(-300 // CTX) or 300 - 8 * SINK <= r.n_tokens < 300

@@ -2,7 +2,11 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import json
+import struct
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -80,3 +84,54 @@ def test_documents_without_partition_are_parted_by_seed():
     for bad in (documents(free=1), documents(calibration=3), documents(evaluation=9), documents(heldout=2)):
         with pytest.raises(TextError, match="expected documents to fit and at least one to hold out"):
             select(bad, seed=0)
+
+
+@pytest.fixture(scope="module")
+def make_text():
+    path = Path(__file__).resolve().parents[1] / "scripts" / "make_text.py"
+    spec = importlib.util.spec_from_file_location("make_text", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["make_text"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_r_character_vectors_are_read(make_text):
+    """XDR format 3: head, encoding, then STRSXP (16) of CHARSXP (9) with lengths, -1 for a missing one."""
+    def word(*values: int) -> bytes:
+        return struct.pack(f">{len(values)}i", *values)
+
+    strings = [b"It is a truth", b"", "naïve".encode()]
+    body = b"".join(word(0x40009, len(s)) + s for s in strings) + word(9, -1)
+    data = b"X\n" + word(3, 0x40201, 0x30500, 5) + b"UTF-8" + word(16, 4) + body
+    assert make_text.r_strings(data) == ["It is a truth", "", "naïve", ""]
+    with pytest.raises(AssertionError, match="expected a character vector"):
+        make_text.r_strings(data.replace(word(16, 4), word(13, 4)))
+
+
+def test_documents_are_whole_paragraphs_of_about_the_same_size(make_text):
+    paragraphs = [f"Paragraph {i}. " + "word " * (20 + i % 7) for i in range(1000)]
+    text = "\n\n".join(p.strip() for p in paragraphs)
+    for start in (0, 12345, len(text) - make_text.N_CHARS):
+        piece = make_text.cut(text, start)
+        assert make_text.N_CHARS_MIN < len(piece) <= make_text.N_CHARS + 1
+        lines = piece.strip().split("\n\n")
+        assert all(line in text.split("\n\n") for line in lines)
+    assert make_text.cut("short text", -5000) == "short text\n"
+
+
+def test_an_original_lies_in_one_partition(make_text, tmp_path):
+    """Pages of a package: as many documents as asked for, each from a page of its own, the same at every call."""
+    source = make_text.Source("handbook", "debian-handbook", "GPL", (3, 1, 2))
+    folder = tmp_path / make_text.PAGES["handbook"]
+    folder.mkdir(parents=True)
+    for i in range(9):
+        (folder / f"page{i}.html").write_text("<p>" + f"page {i} says so. " * (2000 if i < 7 else 10) + "</p>")
+    (folder / "index.html").write_text("<p>" + "index " * 5000)
+    found = list(make_text.by_original(source, tmp_path))
+    assert [p for p, _, _ in found] == ["calibration"] * 3 + ["heldout"] + ["evaluation"] * 2
+    assert len({name for _, name, _ in found}) == 6
+    assert all(name[4:] in "0123456" and f"page {name[4:]} says so" in text for _, name, text in found)
+    assert found == list(make_text.by_original(source, tmp_path))
+    with pytest.raises(SystemExit, match="debian-handbook: 3 originals of .* are missing"):
+        list(make_text.by_original(make_text.Source("handbook", "debian-handbook", "GPL", (5, 2, 3)), tmp_path))

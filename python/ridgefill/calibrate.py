@@ -30,7 +30,7 @@ class Config:
     """What to calibrate and how."""
 
     model: str  # GGUF file
-    out: str  # sidecar; with several splits, out.gguf becomes out.s19.gguf and so on
+    out: str  # sidecar; "{split}" in it stands for the split, else with several splits out.gguf becomes out.s19.gguf
     splits: list[int]  # split layers S, 1 <= S <= layers - 2
     text: list[str]  # files and folders
     map_type: str = "q8_0"  # f32, f16 or q8_0
@@ -47,6 +47,8 @@ class Config:
 
     def out_path(self, split: int) -> Path:
         """File for one split."""
+        if "{split}" in self.out:
+            return Path(self.out.replace("{split}", str(split)))
         out = Path(self.out)
         return out if len(self.splits) == 1 else out.with_name(f"{out.stem}.s{split}{out.suffix}")
 

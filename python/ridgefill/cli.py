@@ -70,7 +70,7 @@ def _mib(n: int) -> str:
 @calibrate_app.command(epilog=EPILOG)
 def calibrate(
     model: Annotated[str, typer.Argument(help="GGUF model file")],
-    out: Annotated[str, typer.Option(help="sidecar to write; with several splits, NAME.gguf becomes NAME.s19.gguf and so on")],
+    out: Annotated[str, typer.Option(help="sidecar to write; {split} in it stands for the split, else with several splits NAME.gguf becomes NAME.s19.gguf")],
     split: Annotated[list[int], typer.Option(help="split layer S, 1 to layers - 2; may be given several times")],
     text: Annotated[list[str], typer.Option(help="file or folder of text; may be given several times")],
     map_type: Annotated[str, typer.Option(help="f32, f16 or q8_0")] = "q8_0",
