@@ -49,9 +49,7 @@ def oracle_random(row0: int, row1: int, n: int, seed: int) -> list[int]:
     """Selection sampling: row i is taken with probability (rows still wanted) / (rows still there)."""
     g, out = splitmix64(seed), []
     for row in range(row0, row1):
-        left = row1 - row
-        limit = (1 << 64) - 1 - ((1 << 64) - 1) % left
-        if len(out) < n and next(x for x in g if x < limit) % left < min(n, row1 - row0) - len(out):
+        if len(out) < n and next(g) % (row1 - row) < min(n, row1 - row0) - len(out):
             out.append(row)
     return out
 
@@ -148,6 +146,11 @@ def test_digit_rows_are_those_whose_text_holds_a_digit_the_last_ones_if_limited(
     if n_max > 0:
         expected = expected[-n_max:]
     assert select_digits(row0, row1, texts, n_max) == expected
+
+
+def test_of_all_bytes_alone_the_ten_digits_are_taken():
+    rows = select_digits(0, 256, [bytes([c]) for c in range(256)], 0)
+    assert rows == [ord(c) for c in "0123456789"]
 
 
 def test_digit_rows_with_a_limit_write_no_more_than_the_limit():

@@ -39,25 +39,16 @@ static uint64_t next_random(uint64_t & state) {
     return z ^ (z >> 31);
 }
 
-// uniform in [0, n), without the bias of a plain remainder
-static uint64_t next_below(uint64_t & state, uint64_t n) {
-    const uint64_t limit = UINT64_MAX - UINT64_MAX % n;
-    uint64_t r;
-    do {
-        r = next_random(state);
-    } while (r >= limit);
-    return r % n;
-}
-
 int32_t ggml_ridge_select_random(int32_t row0, int32_t row1, int32_t n, uint64_t seed, int32_t * rows) {
     if (row0 < 0 || n < 0) {
         return -1;
     }
-    // selection sampling (Knuth, TAOCP 2, 3.4.2, algorithm S): each set of n rows is equally likely, and they come sorted
+    // selection sampling (Knuth, TAOCP 2, 3.4.2, algorithm S): each set of n rows is equally likely, and they come sorted.
+    // The remainder favours no row by more than 2^-33.
     int32_t n_left = std::min(n, std::max(row1 - row0, 0));
     int32_t n_out  = 0;
     for (int32_t row = row0; n_left > 0; ++row) {
-        if (next_below(seed, row1 - row) < uint64_t(n_left)) {
+        if (next_random(seed) % (row1 - row) < uint64_t(n_left)) {
             rows[n_out++] = row;
             n_left--;
         }
