@@ -9,20 +9,19 @@ least 1.15 times sooner.
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
 import json
 import os
 import random
 import statistics
 import sys
-import sysconfig
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from filler import passages
 from llama_server import Answer, LlamaServer, ServerError
 from machine import machine
 
@@ -49,22 +48,6 @@ class Prompt:
     tokens: list[int]
     fact0: int
     fact1: int
-
-
-def passages() -> list[str]:
-    """Docstrings of the standard library's modules, classes and functions: real text on every machine with Python."""
-    folder, found = Path(sysconfig.get_paths()["stdlib"]), set()
-    for path in sorted(folder.glob("*.py")):
-        try:
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-        except (SyntaxError, UnicodeDecodeError, OSError):
-            continue
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-                text = ast.get_docstring(node) or ""
-                if 300 <= len(text) <= 1500 and text.isascii():
-                    found.add(text)
-    return sorted(found)
 
 
 def make_prompt(server: LlamaServer, seed: int, n_tail: int) -> Prompt:
