@@ -39,9 +39,10 @@ from truncate_model import truncate
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(os.environ.get("RIDGE_BUILD", ROOT / "build")) / "bin"
 SHIPPED = ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+MAPS = ROOT / "models" / "smollm2-135m-instruct.s15.q8_0.ridge.gguf"
 N_CTX, N_BATCH, N_UBATCH = 8192, 2048, 512
 
-console = Console(width=max(120, Console().width))
+console = Console(width=max(150, Console().width))
 CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
 
 
@@ -183,7 +184,7 @@ class Bench:
 
 
 def show(results: list[dict], title: str) -> None:
-    t = Table("N", "S", "T", "exact rows", "exact s, median [min, max]", "filled s, median [min, max]", "ratio", "bound",
+    t = Table("N", "S", "T", "exact rows", "exact s [min, max]", "filled s [min, max]", "ratio", "bound",
               "% of bound", "fill µs", "% of layer", title=title)
     for r in results:
         rows = f"{r['n_exact'] - r['tail']:,}" + ("" if r["rows"] == "none" else f" ({r['rows']})")
@@ -209,7 +210,7 @@ def requantised(kind: str = "Q8_0") -> Path:
 def parse() -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     p.add_argument("--model", default="q8_0", help="q8_0 (default), shipped, or a GGUF file")
-    p.add_argument("--maps", type=Path, required=True, help="sidecar of the model; its split is the one measured")
+    p.add_argument("--maps", type=Path, default=MAPS, help="sidecar of the model; its split is the one measured (default: the shipped S=15)")
     p.add_argument("-n", type=int, nargs="+", default=[2048, 4096, 7500], help="prompt lengths in tokens")
     p.add_argument("--tail", type=int, default=512, help="rows (default %(default)s)")
     p.add_argument("--rows", nargs="+", default=["none"], choices=["none", "random", "digits"], help="selectors to measure")
@@ -245,7 +246,7 @@ def main() -> int:
             for line in lines:
                 results.append(bench.run(line, args.repeats, lambda: progress.advance(task)))
         clock = "process CPU time" if args.clock == "cpu" else "wall clock"
-        show(results, f"{path.name}, {args.threads} thread{'s' * (args.threads > 1)}, {clock}, median of {args.repeats}")
+        show(results, f"{path.name}, {args.threads} thread{'s' * (args.threads > 1)}, {clock}, medians of {args.repeats}")
         name = f"bench-{args.clock}-{args.model if args.model in ('q8_0', 'shipped') else path.stem}-s{bench.split}"
     out = args.out or ROOT / "out" / f"{name}.json"
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -109,7 +109,7 @@ class LlamaServer:
     def apply_template(self, question: str) -> str:
         return self.post("/apply-template", {"messages": [{"role": "user", "content": question}]})["prompt"]
 
-    def complete(self, prompt: str | list[int], *, n_predict: int = 16, ridge: dict | None = None, **fields) -> Answer:
+    def complete(self, prompt: str | list[int], *, n_predict: int = 24, ridge: dict | None = None, **fields) -> Answer:
         """Greedy streamed completion; nothing of an earlier prompt is reused unless `cache_prompt` says so."""
         body = {"prompt": prompt, "n_predict": n_predict, "temperature": 0, "stream": True, "cache_prompt": False, **fields}
         if ridge is not None:

@@ -15,6 +15,7 @@ import os
 import random
 import statistics
 import sys
+import time
 from pathlib import Path
 
 from rich.console import Console
@@ -27,15 +28,16 @@ from machine import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
-MAPS = ROOT / "models" / "SmolLM2-135M-Instruct.ridge.gguf"
+MAPS = ROOT / "models" / "smollm2-135m-instruct.s19.q8_0.ridge.gguf"
 
 MIN_RATIO = 1.15
 N_TOKENS = 6000
+MAX_SECONDS = 120  # of one seed: a slow machine does fewer repetitions, one pair at least
 DEFAULT_SEED = 1
 
 INTRO = "Read these notes. A question follows at the end.\n\n"
-FACT = "The access code of the harbour gate is {code}. Keep the code {code} in mind."
-QUESTION = "\n\nWhat is the access code of the harbour gate? Answer with the code only."
+FACT = "Note: the serial number of the lighthouse lamp is {code}."
+QUESTION = "\n\nWhat is the serial number of the lighthouse lamp?"
 
 console = Console(width=max(100, Console().width))
 
@@ -121,9 +123,13 @@ def fact_is_filled(prompt: Prompt, ridge: dict, n_sink: int) -> bool:
 
 
 def run_seed(server: LlamaServer, seed: int, repeats: int, n_tail: int, n_sink: int, tick) -> Result:
+    """Pairs of runs, the arms changing places, until there are `repeats` or MAX_SECONDS would be exceeded."""
     prompt = make_prompt(server, seed, n_tail)
     answers: dict[str, list[Answer]] = {"off": [], "fill": []}
+    start = time.monotonic()
     for i in range(repeats):
+        if i and (time.monotonic() - start) * (i + 1) / i > MAX_SECONDS:
+            break
         for arm in ("off", "fill") if i % 2 == 0 else ("fill", "off"):
             answer = server.complete(prompt.tokens, ridge={"mode": arm})
             check_arm(arm, answer, prompt)
@@ -148,7 +154,7 @@ def run_seed(server: LlamaServer, seed: int, repeats: int, n_tail: int, n_sink: 
 
 
 def show_one(r: Result) -> None:
-    t = Table("", "exact", "filled", title=f"seed {r.seed}")
+    t = Table("", "exact", "filled", title=f"seed {r.seed}, medians of {len(r.exact_all_ms)}")
     t.add_row("prompt tokens", f"{r.n_prompt:,}", f"{r.n_prompt:,}")
     t.add_row("rows filled / exact", f"0 / {r.n_prompt:,}", f"{r.n_filled:,} / {r.n_exact:,}")
     t.add_row(f"fact, rows {r.fact_rows[0]:,} to {r.fact_rows[1] - 1:,}", "exact", "filled" if r.fact_filled else "NOT filled")
@@ -190,7 +196,7 @@ def parse() -> argparse.Namespace:
     group = p.add_mutually_exclusive_group()
     group.add_argument("--seed", type=int, default=DEFAULT_SEED, help="sets code, position and filler (default %(default)s)")
     group.add_argument("--seeds", metavar="A-B", help="run several seeds and write a table")
-    p.add_argument("--repeats", type=int, default=3, help="runs of each arm, interleaved (default %(default)s)")
+    p.add_argument("--repeats", type=int, default=3, help="runs of each arm, interleaved, fewer on a slow machine (default %(default)s)")
     p.add_argument("--maps", type=Path, default=MAPS, help="the sidecar (default: the shipped one)")
     p.add_argument("--out", type=Path, help="JSON file (default out/quickstart.json, for --seeds results/quickstart-seeds.json)")
     args = p.parse_args()

@@ -2,7 +2,7 @@
 # The whole story in one command: set up, fetch the model, answer a long prompt exactly and filled in turn.
 #
 #   scripts/quickstart.sh [--seed N | --seeds A-B] [--repeats N] [--calibrate]
-#     --seed N      code, position and filler of the prompt (default: see --help of quickstart.py)
+#     --seed N      code, position and filler of the prompt (default: 1)
 #     --seeds 1-10  several prompts, a table, results/quickstart-seeds.json
 #     --calibrate   make the maps anew from text, into out/, instead of using the shipped ones
 set -euo pipefail

@@ -1,0 +1,213 @@
+#!/usr/bin/env python3
+"""Measure what fills cost: loss on real text, and facts planted in the filled region.
+
+    scripts/measure_quality.py                  the full measurement; writes results/quality-smollm2.json
+    scripts/measure_quality.py --reduced        a small one, about two minutes
+    scripts/measure_quality.py --sets digits --facts-arms exact,fill-S15,fill-S15+digits,fill-S15+random
+
+Sets: `loss` (tokens after a prefix of P rows, one window per document), `digits` and `words` (facts of a number or of words,
+in chat prompts). Arms are written MODE[-SPLIT][+ROWS]: exact, cut (context cut to the tail), nofill-S15, identity-S19,
+fill-S19, fill-S15+digits, fill-S15+random (as many rows as digits selects). A run that was stopped goes on where it was.
+
+Exit status: 0 when every criterion holds that the chosen sets and arms allow to check, 1 when one does not, 8 when the
+measurement itself failed.
+"""
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "python"))
+
+from machine import machine  # noqa: E402
+
+from ridgefill import __version__, lib  # noqa: E402
+from ridgefill.errors import RidgefillError  # noqa: E402
+from ridgefill.evaluation import Arm, Engine, EvaluationError, facts, loss, report, texts  # noqa: E402
+from ridgefill.evaluation.journal import Journal  # noqa: E402
+
+MODEL = ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+MAPS = [ROOT / "models" / f"smollm2-135m-instruct.s{s}.q8_0.ridge.gguf" for s in (19, 15)]
+DEEP, SHALLOW = 19, 15  # splits above and below the layer that carries recall in this model
+SETS = ("loss", "digits", "words")
+LOSS_ARMS = "exact,cut,fill-S19,identity-S19,fill-S15,identity-S15,nofill-S15"
+FACTS_ARMS = "exact,fill-S19,identity-S19,fill-S15,fill-S15+digits,fill-S15+random"
+N_SINK = 4
+
+console = Console()
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Sizes of a measurement; rows and tokens are counts.
+
+    documents, prefix, tail, scored   loss: windows, P, T, tokens scored in each
+    facts, fact_rows, fact_tail       facts: items, rows of a prompt, T
+    """
+
+    documents: int = 24
+    prefix: int = 2048
+    tail: int = 256
+    scored: int = 256
+    facts: int = 48
+    fact_rows: int = 1024
+    fact_tail: int = 128
+    seed: int = 1
+    loss_arms: str = LOSS_ARMS
+    facts_arms: str = FACTS_ARMS
+
+    def arms(self, what: str) -> list[Arm]:
+        return [Arm.parse(name) for name in (self.loss_arms if what == "loss" else self.facts_arms).split(",")]
+
+    @property
+    def n_ctx(self) -> int:
+        return max(self.prefix + self.scored, self.fact_rows + facts.N_ANSWER) + 16
+
+
+REDUCED = {"documents": 6, "prefix": 640, "tail": 96, "scored": 96, "facts": 8, "fact_rows": 512, "fact_tail": 96,
+           "loss_arms": "exact,fill-S19,identity-S19", "facts_arms": "exact,fill-S19,fill-S15,fill-S15+digits"}
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def measure(items: Sequence, name: Callable, run: Callable, journal: Journal, title: str) -> list[dict]:
+    """Records of all items, those in the journal taken from it, in the order of the items."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    records = []
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        for item in progress.track(items, description=title):
+            key = f"{title} {name(item)}"
+            if key not in journal.done:
+                journal.add(key, run(item))
+                if not console.is_terminal:
+                    console.print(f"{key}: done", highlight=False)
+            records += journal.done[key]
+    return records
+
+
+def measure_loss(engine: Engine, s: Settings, docs: Sequence, journal: Journal) -> dict:
+    windows = texts.windows(engine.model, texts.spread(docs, s.documents), s.prefix, s.scored, s.seed)
+    records = measure(windows, lambda w: w.document,
+                      lambda w: loss.score_window(engine, s.arms("loss"), w, s.tail, s.seed), journal, "loss")
+    return {"items": records, "summary": report.summarise_loss(records)}
+
+
+def measure_facts(engine: Engine, s: Settings, docs: Sequence, journal: Journal, kind: str) -> dict:
+    prose = [d for d in docs if d.source.split()[0] in facts.FILLER_SOURCES]
+    items = facts.make_items(engine.model, prose, kind, s.facts, s.seed, s.fact_rows, s.fact_tail, N_SINK)
+    arms = s.arms(kind)
+    records = measure(items, lambda i: i.seed, lambda i: [facts.ask(engine, arm, i) for arm in arms], journal, kind)
+    found = {"items": records, "summary": report.summarise_facts(records)}
+    pairs = [(a.name, Arm(a.mode, a.split, "random").name) for a in arms if a.rows == "digits"]
+    found["pairs"] = [report.compare_facts(records, a, b) for a, b in pairs if b in found["summary"]]
+    return found
+
+
+def check(found: dict, reduced: bool) -> tuple[list[report.Criterion], list[str]]:
+    """Criteria of the sets that were measured with every arm they need, and why others were not checked."""
+    checks = {
+        "loss": ([Arm("fill", DEEP), Arm("identity", DEEP)],
+                 lambda r: report.loss_criteria(r, DEEP, n_least=1 if reduced else 20)),
+        "digits": ([Arm("fill", DEEP), Arm("fill", SHALLOW), Arm("fill", SHALLOW, "digits")],
+                   lambda r: report.facts_criteria(r, DEEP, SHALLOW, n_least=1 if reduced else 40)),
+    }
+    criteria, skipped = [], []
+    for name, (needs, make) in checks.items():
+        missing = [a.name for a in needs if name in found and a.name not in found[name]["summary"]]
+        if name in found and not missing:
+            criteria += make(found[name]["items"])
+        else:
+            skipped.append(f"{name}: {'arms not measured: ' + ', '.join(missing) if missing else 'not measured'}")
+    return criteria, skipped
+
+
+def show(found: dict, criteria: Sequence[report.Criterion], skipped: Sequence[str]) -> None:
+    if "loss" in found:
+        console.print(report.loss_table(found["loss"]["summary"], "Loss on real text [95 % over documents]"))
+    for kind in ("digits", "words"):
+        if kind in found:
+            console.print(report.facts_table(found[kind]["summary"], f"Facts made of {kind}"))
+        for p in found.get(kind, {}).get("pairs", ()):
+            console.print(f"{p['a']} alone {p['only_a']}, {p['b']} alone {p['only_b']}: McNemar p = {p['p']:.2g}")
+    if criteria:
+        console.print(report.criteria_table(criteria))
+    for line in skipped:
+        console.print(f"not checked: {line}", highlight=False)
+
+
+def evaluate(model_path: Path, map_paths: Sequence[Path], text: Path, sets: Sequence[str], s: Settings, reduced: bool,
+             threads: int, journal_path: Path) -> dict:
+    """Measure and return the whole result; raises RidgefillError where that is not possible."""
+    if unknown := set(sets) - set(SETS):
+        raise EvaluationError(f"sets: expected some of {', '.join(SETS)}, found {', '.join(sorted(unknown))}")
+    wanted = {a.split for what in sets for a in s.arms(what) if a.mode == "fill"}
+    docs = texts.documents(text)
+    with lib.Model(model_path) as model:
+        maps = {m.split: m for m in (lib.Maps(model, p) for p in map_paths)}
+        maps = {split: maps[split] for split in sorted(wanted & set(maps))}
+        about = {
+            "model": {"file": model_path.name, "sha256": sha256(model_path), "file_type": model.meta("general.file_type")},
+            "maps": {str(k): {"file": Path(m.path).name, "hash": m.hash} for k, m in maps.items()},
+            "text": hashlib.sha256("".join(d.text for d in docs).encode()).hexdigest(),
+            "settings": dataclasses.asdict(s) | {"n_sink": N_SINK, "reduced": reduced},
+        }
+        journal = Journal(journal_path, about)
+        found = {}
+        with Engine(model, maps, s.n_ctx, n_threads=threads, n_sink=N_SINK) as engine:
+            for name in sets:
+                found[name] = (measure_loss(engine, s, docs, journal) if name == "loss" else
+                               measure_facts(engine, s, docs, journal, name))
+        for m in maps.values():
+            m.close()
+    criteria, skipped = check(found, reduced)
+    show(found, criteria, skipped)
+    return {"tool": f"ridgefill {__version__}", "machine": machine()} | about | found | {
+        "criteria": [c.as_dict() for c in criteria], "not_checked": skipped}
+
+
+def main(
+    model: Annotated[Path, typer.Option(help="model file")] = MODEL,
+    maps: Annotated[list[Path], typer.Option(help="sidecars, one per split layer")] = MAPS,
+    text: Annotated[Path, typer.Option(help="text set of scripts/fetch_text.sh")] = ROOT / "out" / "text",
+    out: Annotated[Path, typer.Option(help="result file; default results/quality-smollm2.json, out/quality-reduced.json if reduced")] = None,
+    sets: Annotated[str, typer.Option(help="some of loss,digits,words")] = "",
+    reduced: Annotated[bool, typer.Option(help="a small measurement with the same criteria")] = False,
+    documents: Annotated[int, typer.Option(help="documents of the loss")] = None,
+    n_facts: Annotated[int, typer.Option("--facts", help="facts of each kind")] = None,
+    loss_arms: Annotated[str, typer.Option(help="arms of the loss")] = None,
+    facts_arms: Annotated[str, typer.Option(help="arms of the facts")] = None,
+    seed: Annotated[int, typer.Option(help="of windows, facts and random rows")] = None,
+    threads: Annotated[int, typer.Option(help="CPU threads")] = 2,
+) -> None:
+    chosen = {"documents": documents, "facts": n_facts, "loss_arms": loss_arms, "facts_arms": facts_arms, "seed": seed}
+    settings = Settings(**((REDUCED if reduced else {}) | {k: v for k, v in chosen.items() if v is not None}))
+    names = (sets or ("loss,digits" if reduced else ",".join(SETS))).split(",")
+    out = out or (ROOT / "out" / "quality-reduced.json" if reduced else ROOT / "results" / "quality-smollm2.json")
+    try:
+        result = evaluate(model, maps, text, names, settings, reduced, threads, ROOT / "out" / f"{out.stem}.journal.jsonl")
+    except RidgefillError as e:
+        console.print(f"measure_quality: {e}", style="red", highlight=False, soft_wrap=True)
+        raise typer.Exit(e.exit_code) from None
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+    console.print(f"written: {out}", highlight=False, soft_wrap=True)
+    raise typer.Exit(0 if all(c["holds"] for c in result["criteria"]) else 1)
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False)
+    app.command(help=__doc__)(main)
+    app()
