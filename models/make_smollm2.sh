@@ -13,4 +13,4 @@ else
     what=(--out "$root/models/smollm2-135m-instruct.s{split}.q8_0.ridge.gguf" --split 15 --split 19)
 fi
 exec "$root/.venv/bin/ridgefill-calibrate" "$model" "${what[@]}" --text "$root/out/text" \
-    --map-type q8_0 --n-tokens 105000 --threads "${RIDGE_THREADS:-2}" --force
+    --map-type q8_0 --n-tokens 105000 --heldout-documents 5 --threads "${RIDGE_THREADS:-2}" --force

@@ -79,6 +79,9 @@ def test_held_out_r2_is_that_of_the_rows(problem, seed):
         expected = 1 - np.sum((yh - xh @ a.T - b) ** 2) / total
         assert np.isclose(r2, expected, rtol=1e-6, atol=1e-6)
         assert np.isclose(ridge.r2(L, a, b), expected, rtol=1e-6, atol=1e-6)
+    off = b + rng.normal(size=b.shape)
+    expected = 1 - np.sum((yh - xh @ a.T - off) ** 2) / total
+    assert np.isclose(ridge.r2(L, a, off), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_best_takes_the_lambda_of_the_highest_held_out_score():
@@ -100,7 +103,7 @@ def test_best_takes_the_lambda_of_the_highest_held_out_score():
 @given(problems(), st.lists(st.integers(0, 60), max_size=4), st.integers(0, 3))
 def test_sums_do_not_depend_on_blocks(problem, cuts, n_merged):
     x, y = problem
-    whole = sums(x, y)
+    whole = sums(x, y, {S: np.ones(x.shape[1]), L: np.ones(y.shape[1])})
     edges = sorted({0, len(x), *(c for c in cuts if c < len(x))})
     parts = [Moments(S, [L], whole.origin) for _ in range(n_merged + 1)]
     for i, (a, b) in enumerate(zip(edges, edges[1:])):
@@ -108,7 +111,11 @@ def test_sums_do_not_depend_on_blocks(problem, cuts, n_merged):
     for other in parts[1:]:
         parts[0].merge(other)
     assert parts[0].n == whole.n
-    for a, b in ((parts[0].xx, whole.xx), (parts[0].xy[L], whole.xy[L]), (parts[0].sum_x, whole.sum_x), (parts[0].yy[L], whole.yy[L])):
+    merged = parts[0]
+    for a, b in (
+        (merged.xx, whole.xx), (merged.xy[L], whole.xy[L]), (merged.yy[L], whole.yy[L]),
+        (merged.sum_x, whole.sum_x), (merged.sum_y[L], whole.sum_y[L]),
+    ):  # fmt: skip
         assert np.allclose(a, b, rtol=1e-10, atol=1e-10 * (1 + np.abs(b).max()))
 
 
