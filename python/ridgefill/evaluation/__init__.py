@@ -1,0 +1,10 @@
+"""Quality of fills, measured: text sets, loss, planted facts and statistics. The one place for all of these.
+
+Data passes the modules in this order: `texts` (documents and windows), `arms` (how a prompt is put into the cache),
+`loss` and `facts` (records of one item), `stats` (intervals over items), `report` (summaries, criteria, tables).
+An evaluation fails closed: a missing, double or non-finite value stops it with an EvaluationError.
+"""
+from .arms import Arm, Engine
+from .errors import EvaluationError
+
+__all__ = ["Arm", "Engine", "EvaluationError"]

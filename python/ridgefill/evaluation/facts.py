@@ -1,0 +1,206 @@
+"""Planted facts: does the model find in the filled rows what the question in the tail asks for?
+
+One item is one chat prompt: natural text with one sentence that states a fact ("The secret number of Emily Stone is
+4819273."), and a question at the end. The answer is decoded greedily and must hold the value exactly.
+"""
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+from .. import lib
+from ..text import Document
+from .arms import Arm, Engine
+from .errors import EvaluationError
+from .texts import rng
+
+N_ANSWER = 16  # tokens decoded at most
+FILLER_SOURCES = ("austen", "handbook", "reference", "jargon")  # prose: code is no place for a sentence
+
+FIRST = ("Emily Oliver Clara Henry Alice Martin Laura Peter Nora Simon Greta Victor Hazel Jasper Ingrid Felix Marta Conrad "
+         "Bianca Rufus").split()
+LAST = ("Stone Baker Wells Carter Hughes Morris Foster Grant Fisher Webb Lambert Norris Pruitt Quincy Sandoval Tilden "
+        "Underhill Vance Whitlock Yates").split()
+NOUNS = ("apple river candle mountain pencil garden silver window tiger bridge ocean violin castle lemon rocket forest button "
+         "hammer island pepper saddle thunder velvet walnut anchor basket copper desert eagle feather guitar honey ladder "
+         "marble needle orange pillow rabbit spider turtle").split()
+N_DIGITS, N_NOUNS = 7, 3
+SLACK = 24  # rows that a prompt may be short of its length: it is filled up with whole words
+OPENING = "Read the text, then answer the question at the end."
+
+
+@dataclasses.dataclass(frozen=True)
+class Fact:
+    """What is planted. kind: digits (a number of N_DIGITS) or words (N_NOUNS common nouns)."""
+
+    kind: str
+    name: str
+    value: str
+
+    @property
+    def sentence(self) -> str:
+        if self.kind == "digits":
+            return f"The secret number of {self.name} is {self.value}."
+        return f'The password of {self.name} is "{self.value}".'
+
+    @property
+    def question(self) -> str:
+        if self.kind == "digits":
+            return f"What is the secret number of {self.name}? Answer with the number only."
+        return f"What is the password of {self.name}? Answer with the password only."
+
+    def answered(self, answer: str) -> bool:
+        """Whether an answer holds the value: all of it, in order, separators and case aside, and nothing grown onto it."""
+        if self.kind == "digits":
+            return re.search(r"(?<!\d)" + r"[ ,.-]?".join(self.value) + r"(?!\d)", answer) is not None
+        words = r"[^a-z0-9]+".join(self.value.split())
+        return re.search(rf"(?<![a-z]){words}(?![a-z])", answer.lower()) is not None
+
+
+def make_fact(kind: str, seed: int) -> Fact:
+    """The fact of a seed. Raises EvaluationError for an unknown kind."""
+    r = rng(seed, "fact", kind)
+    name = f"{r.choice(FIRST)} {r.choice(LAST)}"
+    if kind == "digits":
+        return Fact(kind, name, str(r.integers(10 ** (N_DIGITS - 1), 10**N_DIGITS)))
+    if kind == "words":
+        return Fact(kind, name, " ".join(r.choice(NOUNS, N_NOUNS, replace=False)))
+    raise EvaluationError(f"kind of fact: expected digits or words, found {kind!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class FactItem:
+    """One prompt. Row numbers count from its first token.
+
+    fact_rows   [first, last + 1) rows that hold any part of the sentence
+    value_rows  [first, last + 1) rows that hold any part of the value
+    depth       where the sentence was to stand, as a share of the rows between sink and tail
+    """
+
+    seed: int
+    fact: Fact
+    document: str
+    depth: float
+    tokens: tuple[int, ...]
+    n_tail: int
+    fact_rows: tuple[int, int]
+    value_rows: tuple[int, int]
+
+
+def sentences(text: str) -> list[str]:
+    """Sentences of a text on one line each, without the very long ones (tables, listings)."""
+    parts = re.split(r"(?<=[.!?]) (?=[A-Z\"'(])", re.sub(r"\s+", " ", text))
+    return [s for s in parts if 20 <= len(s) <= 600]
+
+
+def make_item(model, docs: Sequence[Document], kind: str, seed: int, n_rows: int, n_tail: int, depth: float,
+              n_sink: int = 4) -> FactItem:
+    """The prompt of a seed: at most n_rows tokens and at least n_rows - SLACK, the fact at `depth` of its filled region.
+
+    model  has tokenize, piece and chat
+    docs   natural text to fill the prompt with; the seed draws the document and the place in it
+
+    Raises EvaluationError when the item breaks a rule of check_item, or the document is too short.
+    """
+    fact, r = make_fact(kind, seed), rng(seed, "filler", kind)
+    doc = docs[int(r.integers(len(docs)))]
+    filler = sentences(doc.text)
+    lengths = [len(model.tokenize(" " + s)) for s in filler]
+    last_start = next((i for i in range(len(filler), -1, -1) if sum(lengths[i:]) >= n_rows), -1)
+    if last_start < 0:
+        raise EvaluationError(f"{doc.name}: expected at least {n_rows} tokens of sentences, found {sum(lengths)}")
+    start = int(r.integers(last_start + 1))
+    filler, lengths = filler[start:], lengths[start:]
+
+    n_head = len(prompt_tokens(model, [], fact.question)) - len(model.tokenize(fact.question))
+    target = n_sink + depth * (n_rows - n_tail - n_sink) - n_head
+    at, seen = 0, 0
+    while at < len(filler) and seen + lengths[at] / 2 < target:
+        seen += lengths[at]
+        at += 1
+    before, words = [*filler[:at], fact.sentence], " ".join(filler[at:]).split(" ")
+
+    def with_words(n: int) -> list[int]:
+        return prompt_tokens(model, [*before, " ".join(words[:n])], fact.question)
+
+    low, high = 0, len(words)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if len(with_words(middle)) <= n_rows else (low, middle - 1)
+    tokens = with_words(low)
+    pieces = [model.piece(t) for t in tokens]
+    item = FactItem(seed, fact, doc.name, depth, tuple(tokens), n_tail, rows_of(pieces, fact.sentence),
+                    rows_of(pieces, fact.value))
+    check_item(item, pieces, n_rows, n_sink)
+    return item
+
+
+def prompt_tokens(model, body: Sequence[str], question: str) -> list[int]:
+    text = f"{OPENING}\n\n{' '.join(body).strip()}\n\n{question}"
+    return model.tokenize(model.chat([{"role": "user", "content": text}]), add_special=True, parse_special=True)
+
+
+def rows_of(pieces: Sequence[bytes], text: str) -> tuple[int, int]:
+    """[first, last + 1) tokens that hold any byte of `text`, which must occur exactly once.
+
+    Raises EvaluationError if it does not.
+    """
+    whole, needle = b"".join(pieces), text.encode()
+    if whole.count(needle) != 1:
+        raise EvaluationError(f"expected {text!r} once in the prompt, found it {whole.count(needle)} times")
+    begin = whole.index(needle)
+    end, at, rows = begin + len(needle), 0, []
+    for i, piece in enumerate(pieces):
+        if at < end and at + len(piece) > begin:
+            rows.append(i)
+        at += len(piece)
+    return rows[0], rows[-1] + 1
+
+
+def check_item(item: FactItem, pieces: Sequence[bytes], n_rows: int, n_sink: int) -> None:
+    """The rules of an item. Raises EvaluationError naming the one that is broken."""
+    n, (first, end), what = len(item.tokens), item.fact_rows, f"item {item.seed} ({item.fact.kind})"
+    if not n_rows - SLACK <= n <= n_rows:
+        raise EvaluationError(f"{what}: expected {n_rows - SLACK} to {n_rows} rows, found {n}")
+    if first < n_sink or end > n - item.n_tail:
+        raise EvaluationError(f"{what}: expected the fact in rows {n_sink} to {n - item.n_tail}, found {first} to {end}")
+    question = rows_of(pieces, item.fact.question)[0]
+    if question < n - item.n_tail:
+        raise EvaluationError(f"{what}: expected the question in the last {item.n_tail} of {n} rows, found row {question}")
+    named = b"".join(pieces).count(item.fact.name.encode())
+    if named != 2:
+        raise EvaluationError(f"{what}: expected {item.fact.name} in fact and question only, found it {named} times")
+
+
+def make_items(model, docs: Sequence[Document], kind: str, n: int, seed: int, n_rows: int, n_tail: int, n_sink: int = 4,
+               n_depths: int = 8) -> list[FactItem]:
+    """n items with seeds of their own, at n_depths depths in turn."""
+    return [make_item(model, docs, kind, seed * 10_000 + i, n_rows, n_tail, (i % n_depths + 0.5) / n_depths, n_sink)
+            for i in range(n)]
+
+
+def ask(engine: Engine, arm: Arm, item: FactItem) -> dict:
+    """The record of one answer.
+
+    Raises EvaluationError when the fact's rows are not treated as the arm says: all filled, or, with digit rows exact,
+    every row of a number's digits exact.
+    """
+    rest, pos0, done = engine.begin(arm, item.tokens, item.n_tail, seed=item.seed)
+    logits = engine.ctx.decode(rest, pos0=pos0)[0]
+    answer = engine.model.detokenize(lib.greedy(engine.ctx, logits, N_ANSWER))
+    filled, value = set(done.filled.tolist()), range(*item.value_rows)
+    n_fact = sum(r in filled for r in range(*item.fact_rows))
+    n_value = sum(r in filled for r in value)
+    if arm.is_ridge and arm.rows == "none" and n_fact != item.fact_rows[1] - item.fact_rows[0]:
+        raise EvaluationError(f"{arm.name}, item {item.seed}: expected every row of the fact filled, found {n_fact}")
+    if arm.rows == "digits" and item.fact.kind == "digits":
+        digits = [r for r in value if re.search(rb"\d", engine.model.piece(item.tokens[r]))]
+        if any(r in filled for r in digits):
+            raise EvaluationError(f"{arm.name}, item {item.seed}: expected every digit of the fact exact, found {n_value} filled rows")
+    return {
+        "arm": arm.name, "kind": item.fact.kind, "seed": item.seed, "document": item.document, "depth": item.depth,
+        "n_rows": len(item.tokens), "n_filled": len(filled), "n_chosen": len(done.chosen),
+        "fact_rows": list(item.fact_rows), "n_fact_filled": n_fact, "n_value_filled": n_value,
+        "value": item.fact.value, "answer": answer, "hit": item.fact.answered(answer),
+    }

@@ -1,0 +1,198 @@
+"""From records of items to summaries, criteria and tables."""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from rich.table import Table
+
+from . import stats
+from .arms import Arm
+from .errors import EvaluationError, finite
+
+
+def by_arm(records: Sequence[dict], item: str) -> dict[str, list[dict]]:
+    """Records by arm, every arm with the same items in the same order.
+
+    item  the field that names the item
+
+    Raises EvaluationError when an arm lacks an item or has one twice: arms are compared in pairs.
+    """
+    arms: dict[str, dict] = {}
+    for r in records:
+        if r[item] in arms.setdefault(r["arm"], {}):
+            raise EvaluationError(f"{r['arm']}: expected one record of {item} {r[item]}, found two")
+        arms[r["arm"]][r[item]] = r
+    order = list(next(iter(arms.values()), {}))
+    for name, found in arms.items():
+        if missing := set(order) ^ set(found):
+            raise EvaluationError(f"{name}: expected the same items in every arm, found a difference in {sorted(map(str, missing))[:3]}")
+    return {name: [found[i] for i in order] for name, found in arms.items()}
+
+
+#
+# loss
+#
+
+
+def summarise_loss(records: Sequence[dict]) -> dict:
+    """Per arm: mean loss, loss over exact, top-1 agreement, KL, loss over exact on key tokens; each with its interval.
+
+    Raises EvaluationError when exact was not measured.
+    """
+    arms = by_arm(records, "document")
+    if "exact" not in arms:
+        raise EvaluationError(f"loss: expected the arm exact, found {', '.join(arms) or 'none'}")
+    exact = arms["exact"]
+    out = {}
+    for name, rows in arms.items():
+        loss = [r["loss"] for r in rows]
+        out[name] = {"loss": stats.mean(loss, f"loss of {name}").as_dict()}
+        if name == "exact":
+            continue
+        out[name] |= {
+            "over_exact": stats.mean_difference(loss, [r["loss"] for r in exact], f"loss of {name} over exact").as_dict(),
+            "top1": stats.mean([r["top1"] for r in rows], f"top-1 of {name}").as_dict(),
+            "kl": stats.mean([r["kl"] for r in rows], f"KL of {name}").as_dict(),
+            "key_over_exact": key_over_exact(rows, exact),
+        }
+    return out
+
+
+def key_over_exact(rows: Sequence[dict], exact: Sequence[dict]) -> dict | None:
+    """Mean loss over exact on all key tokens together; None where they were not measured. Documents weigh by their tokens."""
+    if any(r["n_key"] is None for r in rows):
+        return None
+    n = finite([r["n_key"] for r in rows], "key tokens")
+    if not n.sum():
+        raise EvaluationError("key tokens: expected at least one, found none")
+    more = finite([r["key_loss_sum"] - e["key_loss_sum"] for r, e in zip(rows, exact, strict=True)], "key-token loss")
+    return stats.ratio(more, n, "key-token loss over exact").as_dict() | {"n_tokens": int(n.sum())}
+
+
+def loss_ratio(records: Sequence[dict], worse: str, better: str) -> dict:
+    """How many times further above exact one arm is than another, paired by document."""
+    arms = by_arm(records, "document")
+    a, b = ([r["loss"] - e["loss"] for r, e in zip(arms[name], arms["exact"], strict=True)] for name in (worse, better))
+    return stats.ratio(a, b, f"loss of {worse} against {better}").as_dict()
+
+
+#
+# facts
+#
+
+
+def summarise_facts(records: Sequence[dict]) -> dict:
+    """Per arm: hits with a Wilson interval, share of what exact gets, McNemar against exact, and rows."""
+    arms = by_arm(records, "seed")
+    if "exact" not in arms:
+        raise EvaluationError(f"facts: expected the arm exact, found {', '.join(arms) or 'none'}")
+    hits = {name: np.array([r["hit"] for r in rows], bool) for name, rows in arms.items()}
+    n_exact = int(hits["exact"].sum())
+    out = {}
+    for name, rows in arms.items():
+        k, n = int(hits[name].sum()), len(rows)
+        out[name] = {
+            "hits": k, "n": n, "share": stats.share(k, n, f"hits of {name}").as_dict(),
+            "of_exact": k / n_exact if n_exact else None,
+            "mcnemar_exact": dataclasses.asdict(stats.mcnemar(hits["exact"], hits[name], name)),
+            "rows": float(np.mean([r["n_rows"] for r in rows])),
+            "filled_rows": float(np.mean([r["n_filled"] for r in rows])),
+            "chosen_rows_median": float(np.median([r["n_chosen"] for r in rows])),
+            "chosen_rows_max": max(r["n_chosen"] for r in rows),
+        }
+    return out
+
+
+def compare_facts(records: Sequence[dict], a: str, b: str) -> dict:
+    """McNemar between two arms on the same items."""
+    arms = by_arm(records, "seed")
+    x, y = (np.array([r["hit"] for r in arms[name]], bool) for name in (a, b))
+    return {"a": a, "b": b} | dataclasses.asdict(stats.mcnemar(x, y, f"{a} against {b}"))
+
+
+#
+# criteria
+#
+
+
+@dataclasses.dataclass(frozen=True)
+class Criterion:
+    """A bound on one figure. sense is "<=" or ">="."""
+
+    name: str
+    value: float
+    sense: str
+    bound: float
+
+    @property
+    def holds(self) -> bool:
+        value = float(finite(self.value, self.name))
+        return value <= self.bound if self.sense == "<=" else value >= self.bound
+
+    def as_dict(self) -> dict:
+        return dataclasses.asdict(self) | {"holds": self.holds}
+
+
+def loss_criteria(records: Sequence[dict], split: int, most: float = 0.034, times: float = 3.0, n_least: int = 20) -> list[Criterion]:
+    """Maps at `split` cost at most `most` nats over exact, and identity at least `times` as much."""
+    fill, identity = Arm("fill", split).name, Arm("identity", split).name
+    summary = summarise_loss(records)
+    return [
+        Criterion("documents", summary[fill]["loss"]["n"], ">=", n_least),
+        Criterion(f"loss of {fill} over exact, nats", summary[fill]["over_exact"]["value"], "<=", most),
+        Criterion(f"excess loss of {identity} over that of {fill}", loss_ratio(records, identity, fill)["value"], ">=", times),
+    ]
+
+
+def facts_criteria(records: Sequence[dict], deep: int, shallow: int, n_least: int = 40) -> list[Criterion]:
+    """Numbers planted in filled rows: kept at split `deep`, lost at `shallow`, back there with digit rows exact."""
+    s = summarise_facts(records)
+    if not s["exact"]["hits"]:
+        raise EvaluationError("facts: expected exact to answer some items, found none: nothing can be said of the other arms")
+    kept, lost, back = (Arm("fill", deep).name, Arm("fill", shallow).name, Arm("fill", shallow, "digits").name)
+    return [
+        Criterion("facts", s["exact"]["n"], ">=", n_least),
+        Criterion("recall of exact", s["exact"]["share"]["value"], ">=", 0.90),
+        Criterion(f"recall of {kept}, share of exact", s[kept]["of_exact"], ">=", 0.95),
+        Criterion(f"recall of {lost}, share of exact", s[lost]["of_exact"], "<=", 0.05),
+        Criterion(f"recall of {back}, share of exact", s[back]["of_exact"], ">=", 0.95),
+    ]
+
+
+#
+# tables
+#
+
+
+def span(e: dict, digits: int = 3, sign: str = "+") -> str:
+    return f"{e['value']:{sign}.{digits}f} [{e['low']:{sign}.{digits}f}, {e['high']:{sign}.{digits}f}]"
+
+
+def loss_table(summary: dict, title: str) -> Table:
+    table = Table("arm", "loss", "over exact, nats", "key tokens, over exact", "top-1", "KL", title=title)
+    for name, s in summary.items():
+        if name == "exact":
+            table.add_row(name, f"{s['loss']['value']:.3f}")
+            continue
+        key = s["key_over_exact"]
+        table.add_row(name, f"{s['loss']['value']:.3f}", span(s["over_exact"]), span(key, 2) if key else "-",
+                      f"{s['top1']['value']:.3f}", f"{s['kl']['value']:.3f}")
+    return table
+
+
+def facts_table(summary: dict, title: str) -> Table:
+    table = Table("arm", "recalled", "share [95 %]", "of exact", "p against exact", "filled rows", "chosen rows, median", title=title)
+    for name, s in summary.items():
+        table.add_row(name, f"{s['hits']} / {s['n']}", span(s["share"], 2, ""),
+                      "-" if s["of_exact"] is None else f"{s['of_exact']:.2f}", f"{s['mcnemar_exact']['p']:.2g}",
+                      f"{s['filled_rows']:.0f}", f"{s['chosen_rows_median']:.0f}")
+    return table
+
+
+def criteria_table(criteria: Sequence[Criterion]) -> Table:
+    table = Table("criterion", "found", "expected", "", title="Criteria")
+    for c in criteria:
+        table.add_row(c.name, f"{c.value:.3g}", f"{c.sense} {c.bound:g}", "[green]holds" if c.holds else "[red]FAILS")
+    return table
