@@ -41,7 +41,7 @@ MAPS = [ROOT / "models" / f"smollm2-135m-instruct.s{s}.q8_0.ridge.gguf" for s in
 DEEP, SHALLOW = 19, 15  # splits above and below the layer that carries recall in this model
 SETS = ("loss", "digits", "words")
 LOSS_ARMS = "exact,cut,fill-S19,identity-S19,fill-S15,identity-S15,nofill-S15"
-FACTS_ARMS = "exact,fill-S19,identity-S19,fill-S15,fill-S15+digits,fill-S15+random"
+FACTS_ARMS = "exact,fill-S19,fill-S15,fill-S15+digits,fill-S15+random"
 N_SINK = 4
 
 console = Console()
@@ -162,7 +162,7 @@ def evaluate(model_path: Path, map_paths: Sequence[Path], text: Path, sets: Sequ
             "model": {"file": model_path.name, "sha256": sha256(model_path), "file_type": model.meta("general.file_type")},
             "maps": {str(k): {"file": Path(m.path).name, "hash": m.hash} for k, m in maps.items()},
             "text": hashlib.sha256("".join(d.text for d in docs).encode()).hexdigest(),
-            "settings": dataclasses.asdict(s) | {"n_sink": N_SINK, "reduced": reduced},
+            "settings": dataclasses.asdict(s) | {"n_sink": N_SINK, "n_answer": facts.N_ANSWER, "reduced": reduced},
         }
         journal = Journal(journal_path, about)
         found = {}

@@ -209,24 +209,35 @@ def test_other_seeds_are_other_facts(kind):
     assert facts.make_fact(kind, 7) == facts.make_fact(kind, 7)
 
 
-@pytest.mark.parametrize("kind, value, answer, hit", [
-    ("digits", "1234567", "The secret number of Nora Vance is 1234567.", True),
-    ("digits", "1234567", "1,234,567", True),
-    ("digits", "1234567", "1 2 3 4 5 6 7", True),
-    ("digits", "1234567", "12345678", False),
-    ("digits", "1234567", "01234567", False),
-    ("digits", "1234567", "1234568", False),
-    ("digits", "1234567", "123456", False),
-    ("digits", "1234567", "", False),
-    ("words", "apple river candle", 'The password is "apple river candle".', True),
-    ("words", "apple river candle", "Apple-River-Candle", True),
-    ("words", "apple river candle", "river apple candle", False),
-    ("words", "apple river candle", "apple river candles", False),
-    ("words", "apple river candle", "pineapple river candle", False),
-    ("words", "apple river candle", "apple river", False),
+@pytest.mark.parametrize("answer, hit, grown", [
+    ("The secret number of Nora Vance is 1234567.", True, False),
+    ("1,234,567", True, False),
+    ("1 2 3 4 5 6 7", True, False),
+    ("1234567. It was 99 before.", True, False),
+    ("12345678", True, True),
+    ("01234567", False, False),
+    ("1234568", False, False),
+    ("123456", False, False),
+    ("It is 12. No: 1234567", False, False),
+    ("", False, False),
 ])
-def test_answers_are_matched_exactly(kind, value, answer, hit):
-    assert facts.Fact(kind, "Nora Vance", value).answered(answer) is hit
+def test_numbers_are_matched_from_their_first_digit(answer, hit, grown):
+    fact = facts.Fact("digits", "Nora Vance", "1234567")
+    assert (fact.answered(answer), fact.grown(answer)) == (hit, grown)
+
+
+@pytest.mark.parametrize("answer, hit", [
+    ('The password is "apple river candle".', True),
+    ("Apple-River-Candle", True),
+    ("river apple candle", False),
+    ("apple river candles", False),
+    ("pineapple river candle", False),
+    ("apple river", False),
+    ("", False),
+])
+def test_words_are_matched_whole_and_in_order(answer, hit):
+    fact = facts.Fact("words", "Nora Vance", "apple river candle")
+    assert fact.answered(answer) is hit and not fact.grown(answer)
 
 
 def test_items_that_break_a_rule_are_refused():
@@ -295,7 +306,7 @@ def loss_records(excess: dict[str, float], n: int = 20, key: bool = True) -> lis
 
 
 def fact_records(hits: dict[str, int], n: int = 40) -> list[dict]:
-    return [{"arm": arm, "seed": i, "hit": i < k, "n_rows": 1000, "n_filled": 0 if arm == "exact" else 900,
+    return [{"arm": arm, "seed": i, "hit": i < k, "grown": False, "n_rows": 1000, "n_filled": 0 if arm == "exact" else 900,
              "n_chosen": 7 if "+" in arm else 0} for arm, k in hits.items() for i in range(n)]
 
 

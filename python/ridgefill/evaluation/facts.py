@@ -1,7 +1,9 @@
 """Planted facts: does the model find in the filled rows what the question in the tail asks for?
 
 One item is one chat prompt: natural text with one sentence that states a fact ("The secret number of Emily Stone is
-4819273."), and a question at the end. The answer is decoded greedily and must hold the value exactly.
+4819273."), and a question at the end. The answer is decoded greedily and must give the value: every digit or word of it,
+in order. An answer that gives a number and then goes on with further digits is a hit, and counted as grown beside it:
+where the row after the number is filled, the model may know every digit and not where they end.
 """
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from .arms import Arm, Engine
 from .errors import EvaluationError
 from .texts import rng
 
-N_ANSWER = 16  # tokens decoded at most
+N_ANSWER = 24  # tokens decoded at most: a sentence with a long name and seven digits
 FILLER_SOURCES = ("austen", "handbook", "reference", "jargon")  # prose: code is no place for a sentence
 
 FIRST = ("Emily Oliver Clara Henry Alice Martin Laura Peter Nora Simon Greta Victor Hazel Jasper Ingrid Felix Marta Conrad "
@@ -51,11 +53,21 @@ class Fact:
         return f"What is the password of {self.name}? Answer with the password only."
 
     def answered(self, answer: str) -> bool:
-        """Whether an answer holds the value: all of it, in order, separators and case aside, and nothing grown onto it."""
+        """Whether an answer gives the value: its first number begins with the digits, or the words stand together in it."""
         if self.kind == "digits":
-            return re.search(r"(?<!\d)" + r"[ ,.-]?".join(self.value) + r"(?!\d)", answer) is not None
+            return first_number(answer).startswith(self.value)
         words = r"[^a-z0-9]+".join(self.value.split())
         return re.search(rf"(?<![a-z]){words}(?![a-z])", answer.lower()) is not None
+
+    def grown(self, answer: str) -> bool:
+        """Whether an answer gives the value's digits and goes on with more."""
+        return self.kind == "digits" and self.answered(answer) and first_number(answer) != self.value
+
+
+def first_number(text: str) -> str:
+    """Digits of the first number of a text, separators dropped; "" without one."""
+    m = re.search(r"\d(?:[ ,.-]?\d)*", text)
+    return re.sub(r"\D", "", m[0]) if m else ""
 
 
 def make_fact(kind: str, seed: int) -> Fact:
@@ -203,4 +215,5 @@ def ask(engine: Engine, arm: Arm, item: FactItem) -> dict:
         "n_rows": len(item.tokens), "n_filled": len(filled), "n_chosen": len(done.chosen),
         "fact_rows": list(item.fact_rows), "n_fact_filled": n_fact, "n_value_filled": n_value,
         "value": item.fact.value, "answer": answer, "hit": item.fact.answered(answer),
+        "grown": item.fact.grown(answer),
     }

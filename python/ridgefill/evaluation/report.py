@@ -84,7 +84,7 @@ def loss_ratio(records: Sequence[dict], worse: str, better: str) -> dict:
 
 
 def summarise_facts(records: Sequence[dict]) -> dict:
-    """Per arm: hits with a Wilson interval, share of what exact gets, McNemar against exact, and rows."""
+    """Per arm: hits (and how many of them grew further digits) with a Wilson interval, share of what exact gets, McNemar against exact, and rows."""
     arms = by_arm(records, "seed")
     if "exact" not in arms:
         raise EvaluationError(f"facts: expected the arm exact, found {', '.join(arms) or 'none'}")
@@ -94,7 +94,7 @@ def summarise_facts(records: Sequence[dict]) -> dict:
     for name, rows in arms.items():
         k, n = int(hits[name].sum()), len(rows)
         out[name] = {
-            "hits": k, "n": n, "share": stats.share(k, n, f"hits of {name}").as_dict(),
+            "hits": k, "n": n, "grown": sum(r["grown"] for r in rows), "share": stats.share(k, n, f"hits of {name}").as_dict(),
             "of_exact": k / n_exact if n_exact else None,
             "mcnemar_exact": dataclasses.asdict(stats.mcnemar(hits["exact"], hits[name], name)),
             "rows": float(np.mean([r["n_rows"] for r in rows])),
@@ -183,9 +183,9 @@ def loss_table(summary: dict, title: str) -> Table:
 
 
 def facts_table(summary: dict, title: str) -> Table:
-    table = Table("arm", "recalled", "share [95 %]", "of exact", "p against exact", "filled rows", "chosen rows, median", title=title)
+    table = Table("arm", "recalled", "grown", "share [95 %]", "of exact", "p against exact", "filled rows", "chosen rows, median", title=title)
     for name, s in summary.items():
-        table.add_row(name, f"{s['hits']} / {s['n']}", span(s["share"], 2, ""),
+        table.add_row(name, f"{s['hits']} / {s['n']}", str(s["grown"]), span(s["share"], 2, ""),
                       "-" if s["of_exact"] is None else f"{s['of_exact']:.2f}", f"{s['mcnemar_exact']['p']:.2g}",
                       f"{s['filled_rows']:.0f}", f"{s['chosen_rows_median']:.0f}")
     return table
