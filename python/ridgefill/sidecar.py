@@ -90,7 +90,7 @@ def _add_metadata(w: gguf.GGUFWriter, s: Sidecar, tensors: dict[str, np.ndarray]
     w.add_array("ridge.r2", [float(x) for x in s.r2])
     w.add_string("ridge.model.tokenizer_sha256", fp["tokenizer_sha256"])
     w.add_string("ridge.model.hparams", fp["hparams"])
-    w.add_uint32("ridge.model.file_type", fp["file_type"])
+    w.add_uint32("ridge.model.file_type", fp["file_type"] % 2**32)  # -1: the model does not say
     w.add_string("ridge.model.name", fp["name"])
     w.add_array("ridge.model.anchors", list(fp["anchors"]))
     w.add_array("ridge.model.anchors_sha256", list(fp["anchors"].values()))
