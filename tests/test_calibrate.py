@@ -213,6 +213,15 @@ def test_a_write_that_fails_leaves_nothing(model, corpus, fitted, tmp_path, monk
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_model_that_does_not_state_its_file_type(model, tmp_path):
+    with lib.Model(model) as m:
+        fingerprint = {**m.fingerprint(3), "file_type": -1}
+    record = sidecar.Calibration(["a; b"], 1, 1, 1, 1, 0)
+    stored, _ = sidecar.encode(np.eye(64), "f32")
+    sidecar.write(tmp_path / "m.gguf", sidecar.Sidecar(fingerprint, 3, 4, 512, "f32", [0.1], [0.5], [stored], [np.zeros(64)], record))
+    assert sidecar.inspect(tmp_path / "m.gguf")["keys"]["ridge.model.file_type"] == 2**32 - 1
+
+
 def poisoned(model: str, out: Path, name: str, value: float) -> str:
     """A copy of a model in which one number of one tensor is `value`."""
     t = next(t for t in gguf.GGUFReader(model).tensors if t.name == name)
@@ -269,6 +278,7 @@ def test_commands(model, corpus, tmp_path):
     assert again.exit_code == 6 and "exists already" in again.stderr and again.stderr.count("\n") == 1
     plain = runner.invoke(cli.calibrate_app, [*args, "--force"])
     assert plain.exit_code == 0 and "4 documents with" in plain.stderr and "held-out R²" in plain.stdout
+    assert re.search(r"capture: ([\d,]+) of \1 after \d+ s, about 0 s left", plain.stderr)
 
     shown = json.loads(runner.invoke(cli.app, ["inspect", out, "--json"]).stdout)
     assert shown["keys"]["ridge.map_type"] == "q8_0"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from contextlib import contextmanager
 from typing import Annotated
 
@@ -48,9 +49,27 @@ class _RateColumn(TextColumn):
         return f"{rate:,.0f}/s" if rate and task.description == "capture" else ""
 
 
+def _log_report():
+    began: dict[str, float] = {}
+    tenths: dict[str, int] = {}
+
+    def report(stage: str, done: int, total: int) -> None:
+        began.setdefault(stage, time.monotonic())
+        if (tenth := 10 * done // total) != tenths.get(stage):
+            tenths[stage] = tenth
+            seconds = time.monotonic() - began[stage]
+            left = f", about {seconds * (total - done) / done:,.0f} s left" if seconds else ""
+            print(f"{stage}: {done:,} of {total:,} after {seconds:,.0f} s{left}", file=sys.stderr, flush=True)
+
+    return report
+
+
 @contextmanager
 def _progress(quiet: bool):
-    """A report function that draws one bar per stage with rate and time left."""
+    """A report function that draws one bar per stage with rate and time left; in a log, a line at every tenth."""
+    if not quiet and not stderr.is_terminal:
+        yield _log_report()
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _RateColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=stderr, disable=quiet) as progress:
         tasks: dict[str, int] = {}
@@ -97,7 +116,8 @@ def calibrate(
             if not json_output:
                 stderr.print(
                     f"{plan.n_documents} documents with {plan.n_tokens:,} tokens to fit, {plan.n_heldout_documents} with "
-                    f"{plan.n_heldout_tokens:,} held out; needs {_mib(plan.memory_bytes)} besides the model"
+                    f"{plan.n_heldout_tokens:,} held out; needs {_mib(plan.memory_bytes)} besides the model",
+                    soft_wrap=True,
                 )
             if plan.memory_bytes > plan.memory_available:
                 print(
