@@ -10,6 +10,7 @@ import subprocess
 import gguf
 import numpy as np
 import pytest
+from threadpoolctl import threadpool_limits
 
 import sidecar_files
 from ridgefill import lib
@@ -22,12 +23,15 @@ MODELS = {
     "mistral3-yarn": {"temperature": True}, "qwen3-head32": {"head": 32},
 }
 N_ROWS, N_TAIL, N_SINK, SPLIT, N_UBATCH = 300, 64, 4, 2, 128
+N_ROWS_SMOLLM2 = 200  # the oracle takes some seconds for them
 EXACT_ROWS = (4, 40, 41, 77, 127, 128, 200, 235)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def engine(patched_lib):
     lib.load(patched_lib)
+    with threadpool_limits(1):  # the oracle's matrices are small: BLAS threads that wait for a core cost more than they do
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -177,19 +181,19 @@ def smollm2_case(smollm2, patched_lib, tmp_path_factory):
     with lib.Model(f32) as model:
         maps = write_maps(model, folder / "maps.gguf", 19, seed=7)
         text = " ".join(f"Line {i}: the harbour master wrote {i * 37 % 101} names in the book." for i in range(40))
-        yield model, ref.Weights(smollm2), maps, model.tokenize(text)[:N_ROWS]
+        yield model, ref.Weights(smollm2), maps, model.tokenize(text)[:N_ROWS_SMOLLM2]
 
 
 @pytest.mark.parametrize("fill", [
     ref.Fill(),
     ref.Fill(ref.IDENTITY, 15, N_TAIL),
     ref.Fill(ref.FILL, 19, N_TAIL),
-    ref.Fill(ref.FILL, 19, N_TAIL, 4, EXACT_ROWS),
+    ref.Fill(ref.FILL, 19, N_TAIL, 4, EXACT_ROWS[:-2]),
     ref.Fill(ref.NOFILL, 19, N_TAIL),
 ], ids=arm_name)
 def test_smollm2_equals_the_oracle(smollm2_case, fill):
     model, weights, path, tokens = smollm2_case
-    assert len(tokens) == N_ROWS
+    assert len(tokens) == N_ROWS_SMOLLM2
     fill = with_maps(fill, path)
     assert_equal(*run_both(model, weights, path, tokens, fill), fill)
 
