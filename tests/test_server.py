@@ -1,0 +1,336 @@
+"""RidgeFill over HTTP: what is filled, what is reused, what is reported, and what no neighbour notices.
+
+The maps are random, at a split below the layers that carry meaning: a filled prompt says something else than an exact one,
+so that a single filled cell in an exact answer would show.
+"""
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from server_util import BATCH, N, SPLIT, TAIL, Server, cold, prompt_tokens, ridge_of
+from server_util import maps, model, plain, prompt  # noqa: F401  (fixtures)
+
+
+@pytest.fixture(scope="module")
+def server(model, maps):
+    with Server(model, maps=maps) as s:
+        yield s
+
+
+@pytest.fixture(scope="module")
+def exact_tokens(plain, prompt):
+    """What the model says to `prompt`, cold and without maps."""
+    return plain.completion(prompt, cache_prompt=False)["tokens"]
+
+
+def assert_filled(answer, n_rows, n_cached=0):
+    r = ridge_of(answer)
+    assert r["reason"] is None and r["filled"] > 0 and r["cached"] == n_cached, r
+    assert r["filled"] + r["exact"] + r["cached"] == n_rows, r
+    assert r["lower_ms"] > 0 and r["upper_ms"] > 0, r
+    assert answer["timings"]["prompt_n"] == n_rows - n_cached and answer["timings"]["cache_n"] == n_cached
+
+
+#
+# off is stock, plumb is exact
+#
+
+
+def test_without_maps_and_field_nothing_is_added(plain, prompt):
+    t = plain.completion(prompt)["timings"]
+    assert set(t) == {
+        "cache_n", "prompt_n", "prompt_ms", "prompt_per_token_ms", "prompt_per_second",
+        "predicted_n", "predicted_ms", "predicted_per_token_ms", "predicted_per_second",
+    }
+    assert "ridge" not in plain.get("/props")
+    assert not any("ridge" in name for name in plain.metrics())
+    assert plain.ridge_lines() == []
+
+
+def test_a_request_for_fills_without_maps_runs_exactly(plain, prompt, exact_tokens):
+    for _ in range(2):
+        answer = plain.completion(prompt, "fill", cache_prompt=False)
+        assert answer["tokens"] == exact_tokens
+        r = ridge_of(answer)
+        assert (r["reason"], r["mode"], r["filled"], r["exact"], r["split"]) == ("no_maps", "fill", 0, N, None)
+
+
+@pytest.mark.parametrize("n", [BATCH - 1, BATCH, BATCH + 1, 2 * BATCH - 1, 2 * BATCH, 2 * BATCH + 1, N])
+def test_plumb_equals_off(server, n):
+    prompt = prompt_tokens(server, n, start=50)
+    for _ in range(2):
+        off, plumb = (server.completion(prompt, mode, cache_prompt=False, n_probs=5) for mode in ("off", "plumb"))
+        assert off["content"] == plumb["content"]
+        assert off["completion_probabilities"] == plumb["completion_probabilities"]
+        assert ridge_of(off)["reason"] == "off" and ridge_of(plumb)["reason"] is None
+        assert ridge_of(plumb)["upper_ms"] > 0 and ridge_of(plumb)["filled"] == 0 and ridge_of(plumb)["exact"] == n
+
+
+def test_a_short_prompt_runs_as_without_maps(server, plain):
+    for n in (TAIL, 2 * TAIL - 1):
+        prompt = prompt_tokens(server, n, start=300)
+        for cache in (False, True):
+            with_maps, without = (s.completion(prompt, cache_prompt=cache, n_probs=3) for s in (server, plain))
+            assert with_maps["completion_probabilities"] == without["completion_probabilities"]
+            assert ridge_of(with_maps)["reason"] == "short"
+    # one row more is filled
+    assert_filled(server.completion(prompt_tokens(server, 2 * TAIL, start=300), cache_prompt=False), 2 * TAIL)
+
+
+#
+# which cells are reused
+#
+
+
+def test_exact_after_filled_processes_everything_again(model, maps, server, prompt, exact_tokens):
+    filled = server.completion(prompt, "fill", cache_prompt=False)
+    assert_filled(filled, N)
+    assert filled["tokens"] != exact_tokens
+    exact = server.completion(prompt, "off")
+    assert exact["timings"]["cache_n"] == 0 and exact["timings"]["prompt_n"] == N
+    assert exact["tokens"] == exact_tokens == cold(model, maps, prompt, "off")
+    # now the cells are pure
+    again = server.completion(prompt, "off")
+    assert again["timings"]["prompt_n"] == 1 and ridge_of(again)["cached_filled"] == 0
+
+
+def test_filled_twice_is_reused(server, prompt):
+    first = server.completion(prompt, "fill", cache_prompt=False)
+    second = server.completion(prompt, "fill")
+    assert second["timings"]["prompt_n"] <= 1
+    r = ridge_of(second)
+    assert (r["reason"], r["cached"], r["cached_filled"]) == ("short", N - 1, ridge_of(first)["filled"])
+
+
+def test_conversation_keeps_its_fills(server, prompt):
+    """A short turn reuses the filled prefix, a long one is filled behind it, an exact one uses nothing of either."""
+    first = server.completion(prompt, cache_prompt=False)
+    assert_filled(first, N)
+    turn = prompt + first["tokens"] + prompt_tokens(server, 20, start=900)
+    short = server.completion(turn)
+    r = ridge_of(short)
+    assert r["reason"] == "short" and r["cached_filled"] == ridge_of(first)["filled"]
+    assert N <= r["cached"] < len(turn) and r["exact"] == len(turn) - r["cached"]
+
+    turn = turn + short["tokens"] + prompt_tokens(server, 300, start=950)
+    long = server.completion(turn)
+    r = ridge_of(long)
+    assert r["reason"] is None and r["filled"] > 0 and r["cached_filled"] == ridge_of(first)["filled"]
+    assert server.completion(turn, "off")["timings"]["cache_n"] == 0
+
+
+def test_filled_rows_in_the_tail_are_not_reused(server, prompt):
+    """A prompt that ends where another was filled must have its own exact tail."""
+    server.completion(prompt, "fill", cache_prompt=False)
+    part = prompt[: N - 2 * TAIL]
+    r = ridge_of(server.completion(part, "fill"))
+    assert r["cached"] <= len(part) - TAIL and r["exact"] >= TAIL and r["cached_filled"] > 0
+
+
+def test_each_mode_has_its_own_cells(server, prompt):
+    texts = {}
+    for i, mode in enumerate(("fill", "identity", "nofill", "fill")):
+        answer = server.completion(prompt, mode, cache_prompt=i > 0)
+        assert_filled(answer, N)
+        assert texts.setdefault(mode, answer["tokens"]) == answer["tokens"]
+        assert server.completion(prompt, mode)["timings"]["prompt_n"] <= 1
+    assert len({tuple(t) for t in texts.values()}) == 3
+
+
+def test_plumb_reuses_pure_cells_only(server, prompt, exact_tokens):
+    server.completion(prompt, "fill", cache_prompt=False)
+    answer = server.completion(prompt, "plumb")
+    assert answer["timings"]["cache_n"] == 0 and answer["tokens"] == exact_tokens
+
+
+def test_other_slot_and_host_cache_never_give_filled_cells_to_exact(model, maps, prompt, exact_tokens):
+    with Server(model, maps=maps, np=2) as s:
+        other = prompt_tokens(s, N, start=700)
+        filled = s.completion(prompt, "fill", id_slot=0)
+        s.completion(other, "fill", id_slot=0)  # the first prompt goes to the host's cache
+        exact = s.completion(prompt, "off", id_slot=0)
+        assert exact["timings"]["cache_n"] == 0 and exact["tokens"] == exact_tokens
+
+        # a filled request gets it back, and what was pure stays pure
+        s.completion(other, "fill", id_slot=1)
+        back = s.completion(prompt, "fill", id_slot=1)
+        assert back["timings"]["prompt_n"] <= 1 or ridge_of(back)["filled"] == ridge_of(filled)["filled"]
+        s.completion(other, "off", id_slot=1)
+        assert s.completion(prompt, "off", id_slot=1)["tokens"] == exact_tokens
+
+
+def test_host_cache_keeps_fills_but_not_nofill(model, maps, prompt):
+    with Server(model, maps=maps) as s:
+        other = prompt_tokens(s, N, start=700)
+        for mode, kept in (("fill", True), ("nofill", False)):
+            first = s.completion(prompt, mode)
+            assert_filled(first, N)
+            s.completion(other, "off")
+            again = s.completion(prompt, mode)
+            assert (again["timings"]["prompt_n"] <= 1) == kept, ridge_of(again)
+            if kept:
+                assert ridge_of(again)["cached_filled"] == ridge_of(first)["filled"]
+            s.completion(other, "off")
+
+
+def test_pure_prompt_in_the_host_cache_survives_a_filled_twin(model, maps, prompt):
+    """A filled copy of a cached prompt is no reason to drop the pure one."""
+    with Server(model, maps=maps) as s:
+        other = prompt_tokens(s, N, start=700)
+        s.completion(prompt, "off")
+        s.completion(other, "off")  # pure copy of `prompt` goes to the host's cache
+        s.completion(prompt + other[:200], "fill", cache_prompt=False)
+        s.completion(other, "off")
+        exact = s.completion(prompt, "off")
+        assert exact["timings"]["cache_n"] in (0, N - 1) and ridge_of(exact)["cached_filled"] == 0
+
+
+def test_context_shift_makes_cells_unknown(model, maps):
+    with Server(model, "--context-shift", "--cache-ram", 0, maps=maps, ctx=512) as s:
+        prompt = prompt_tokens(s, 400)
+        shifted = {}
+        for mode in ("off", "fill"):
+            answer = s.completion(prompt, mode, cache_prompt=False, n_predict=160, n_discard=150)
+            assert answer["truncated"]
+            # rows 150.. moved to the front (behind a token that is always kept, where the model adds one)
+            shifted[mode] = max(s.completion(p, "off", n_predict=1)["timings"]["cache_n"] for p in (prompt[150:], prompt[:1] + prompt[151:]))
+        assert shifted["off"] > 100 and shifted["fill"] == 0
+
+
+def test_chunk_reuse_never_moves_filled_cells(model, maps, prompt):
+    with Server(model, "--cache-ram", 0, maps=maps) as s:
+        cached = {}
+        for mode in ("off", "fill"):
+            s.completion(prompt, mode, cache_prompt=False)
+            cached[mode] = s.completion(prompt[100:], "off", n_cache_reuse=16)["timings"]["cache_n"]
+        assert cached["off"] > 100 and cached["fill"] == 0
+
+
+def test_slot_file_of_a_filled_slot_is_refused(model, maps, prompt, exact_tokens, tmp_path):
+    with Server(model, "--slot-save-path", tmp_path, maps=maps) as s:
+        s.completion(prompt, "fill")
+        status, message = s.error("/slots/0?action=save", {"filename": "a.bin"})
+        assert status == 400 and "filled" in message and not (tmp_path / "a.bin").exists()
+        s.completion(prompt, "off")
+        s.post("/slots/0?action=save", {"filename": "a.bin"})
+        s.completion(prompt, "fill", cache_prompt=False)
+        s.post("/slots/0?action=restore", {"filename": "a.bin"})
+        exact = s.completion(prompt, "off")
+        assert exact["timings"]["cache_n"] >= N - 1
+
+
+def test_several_completions_of_one_filled_prompt(model, maps, prompt):
+    with Server(model, maps=maps, np=2) as s:
+        for mode, reason in (("fill", None), ("nofill", "shared")):
+            answers = s.completion(prompt, mode, n_cmpl=2, cache_prompt=False)
+            assert len(answers) == 2 and answers[0]["tokens"] == answers[1]["tokens"]
+            assert all(ridge_of(a)["reason"] == reason for a in answers)
+            if reason is None:
+                for slot in (0, 1):
+                    assert s.completion(prompt, "off", id_slot=slot, n_predict=1)["timings"]["cache_n"] == 0
+
+
+#
+# what is reported
+#
+
+
+def test_timings_log_metrics_and_props_agree(model, maps, prompt):
+    with Server(model, maps=maps) as s:
+        answers = [
+            s.completion(prompt, cache_prompt=False),
+            s.completion(prompt[:TAIL], cache_prompt=False),
+            s.completion(prompt, "off", cache_prompt=False),
+            s.completion(prompt, "plumb", cache_prompt=False),
+            s.completion(prompt, ridge={"min_prompt": N + 1}, cache_prompt=False),
+            s.completion(prompt, ridge={"tail": 2 * TAIL}, cache_prompt=False),
+        ]
+        ridges = [ridge_of(a) for a in answers]
+        assert [r["reason"] for r in ridges] == [None, "short", "off", None, "short", None]
+        assert [r["mode"] for r in ridges] == ["fill", "fill", "off", "plumb", "fill", "fill"]
+        assert [r["tail"] for r in ridges] == [TAIL] * 5 + [2 * TAIL]
+        assert ridges[0]["filled"] > ridges[5]["filled"] > 0
+        assert all(r["split"] == SPLIT for r in ridges)
+
+        m = s.metrics()
+        count = lambda outcome, reason: m[f'llamacpp:ridge_prompts_total{{outcome="{outcome}",reason="{reason}"}}']
+        assert count("filled", "fill") == 2 and count("skipped", "short") == 2
+        assert count("exact", "off") == 1 and count("exact", "plumb") == 1
+        assert m['llamacpp:ridge_rows_total{kind="filled"}'] == sum(r["filled"] for r in ridges)
+        assert m['llamacpp:ridge_rows_total{kind="exact"}'] == sum(r["exact"] for r in ridges)
+        assert m["llamacpp:prompt_tokens_total"] == sum(a["timings"]["prompt_n"] for a in answers)
+
+        lines = [line for line in s.ridge_lines() if "mode = " in line]
+        assert len(lines) == len(answers)
+        for line, r in zip(lines, ridges, strict=True):
+            found = {k: int(v) for k, v in re.findall(r"(filled|exact|cached|split|tail) = (-?\d+)", line)}
+            assert found == {k: r[k] for k in found} and f"reason = {r['reason'] or '-'}" in line
+
+        p = s.get("/props")["ridge"]
+        assert p["loaded"] and p["maps"] == str(maps) and re.fullmatch("[0-9a-f]{64}", p["hash"])
+        assert (p["split"], p["kind"], p["mode"], p["tail"], p["min_prompt"]) == (SPLIT, "input", "fill", TAIL, 2 * TAIL)
+
+
+@pytest.mark.parametrize("path", ["/completion", "/v1/completions", "/v1/chat/completions"])
+def test_every_endpoint_fills_and_reports(server, prompt, path):
+    text = server.post("/detokenize", {"tokens": prompt})["content"]
+    body = {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
+    body |= {"temperature": 0, "max_tokens": 4, "cache_prompt": False}
+    for _ in range(2):
+        assert server.post(path, body | {"ridge": {"mode": "fill"}})["timings"]["ridge"]["filled"] > 0
+    with server.stream(path=path, mode="identity", **body) as events:
+        r = [e["timings"]["ridge"] for e in events if "timings" in e][-1]
+    assert r["filled"] > 0 and r["mode"] == "identity"
+
+
+@pytest.mark.parametrize("path", ["/completion", "/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    "ridge, names",
+    [
+        ({"mdoe": "fill"}, ["mdoe"]),
+        ({"mode": "ful"}, ["ridge.mode", "ful", "identity"]),
+        ({"mode": 3}, ["ridge.mode", "3"]),
+        ({"tail": 0}, ["ridge.tail", "0"]),
+        ({"tail": 1.5}, ["ridge.tail", "1.5"]),
+        ({"tail": 2**40}, ["ridge.tail", str(2**40)]),
+        ({"min_prompt": "10"}, ["ridge.min_prompt", "10"]),
+        ("fill", ["ridge", "object", "fill"]),
+    ],
+)
+def test_bad_field_is_a_400_that_names_it(server, path, ridge, names):
+    content = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "Hi"}
+    status, message = server.error(path, {**content, "max_tokens": 1, "ridge": ridge})
+    assert status == 400 and all(name in message for name in names), message
+
+
+def test_null_field_is_no_field(plain):
+    body = {"prompt": "Hi", "n_predict": 1, "ridge": None}
+    assert "ridge" not in plain.post("/completion", body)["timings"]
+
+
+@pytest.mark.parametrize(
+    "flags, check",
+    [
+        (["--ridge-mode", "off"], lambda r, full: r["reason"] == "off"),
+        (["--ridge-mode", "identity"], lambda r, full: r["mode"] == "identity" and r["filled"] == full),
+        (["--ridge-rows", "digits"], lambda r, full: full / 2 < r["filled"] < full),
+        (["--ridge-rows", "digits", "--ridge-budget", "2"], lambda r, full: r["filled"] == full - 2),
+        (["--ridge-rows", "random", "--ridge-budget", "0.25"], lambda r, full: abs(r["filled"] - 0.75 * full) < 4),
+        (["--ridge-min-prompt", str(N + 1)], lambda r, full: r["reason"] == "short"),
+        (["--ridge-min-prompt", str(N)], lambda r, full: r["filled"] == full),
+    ],
+    ids=lambda v: " ".join(v).replace("--ridge-", "") if isinstance(v, list) else "",
+)
+def test_each_flag_changes_what_is_filled(model, maps, server, prompt, flags, check):
+    full = ridge_of(server.completion(prompt, "fill", cache_prompt=False))["filled"]
+    with Server(model, *flags, maps=maps) as s:
+        r = ridge_of(s.completion(prompt))
+    assert check(r, full), (r, full)
+
+
+def test_seed_chooses_the_random_rows(model, maps, prompt):
+    flags = ["--ridge-rows", "random", "--ridge-budget", "0.5", "--ridge-seed"]
+    a, b, again = (cold(model, maps, prompt, None, *flags, seed) for seed in (1, 2, 1))
+    assert a == again != b
