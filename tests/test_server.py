@@ -5,11 +5,13 @@ so that a single filled cell in an exact answer would show.
 """
 from __future__ import annotations
 
+import math
+import random
 import re
 
 import pytest
 
-from server_util import BATCH, N, SPLIT, TAIL, Server, cold, prompt_tokens, ridge_of
+from server_util import BATCH, N, SPLIT, TAIL, Server, cold, prompt_tokens, random_maps, ridge_of
 from server_util import maps, model, plain, prompt  # noqa: F401  (fixtures)
 
 
@@ -232,6 +234,44 @@ def test_several_completions_of_one_filled_prompt(model, maps, prompt):
                     assert s.completion(prompt, "off", id_slot=slot, n_predict=1)["timings"]["cache_n"] == 0
 
 
+# letters only: a byte that is no character yet would come without its probability
+FIRST = {"n_predict": 1, "n_probs": 1, "grammar": "root ::= [a-z]+"}
+
+
+def first_token(answer) -> tuple[int, float]:
+    """Token and log-probability of the first token: what the whole prompt's cells say."""
+    p = answer["completion_probabilities"][0]
+    return p["id"], p["logprob"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_history_leaks_fills_into_exact_answers(model, maps, plain, seed):
+    """Requests of every mode on growing, shrinking and branching prompts, on any slot: exact answers stay exact.
+
+    Not bitwise: a reused prefix cuts the prompt elsewhere. The bound lies between that and what a filled prefix does.
+    """
+    bound = 0.05
+    rng = random.Random(seed)
+    texts = [prompt_tokens(plain, 600, start) for start in (0, 600)]
+    n_reused, filled_error = 0, []
+    with Server(model, "--cache-ram", 4, maps=maps, np=2) as s:
+        for _ in range(25):
+            a, b = rng.sample(texts, 2)
+            n = rng.randrange(130, 600)
+            p = a[:n] if rng.random() < 0.7 else a[:200] + b[200:n]
+            mode = rng.choice(["off", "off", "off", "plumb", "fill", "identity", "nofill"])
+            answer = s.completion(p, mode, id_slot=rng.choice([-1, 0, 1]), **FIRST)
+            token, logprob = first_token(answer)
+            wanted_token, wanted = first_token(plain.completion(p, cache_prompt=False, **FIRST))
+            if mode in ("off", "plumb"):
+                assert ridge_of(answer)["cached_filled"] == 0
+                assert token == wanted_token and abs(logprob - wanted) < bound, ridge_of(answer)
+                n_reused += answer["timings"]["cache_n"] > 0
+            elif ridge_of(answer)["filled"]:
+                filled_error.append(abs(logprob - wanted) if token == wanted_token else math.inf)
+    assert n_reused > 0 and max(filled_error) > 2 * bound
+
+
 #
 # what is reported
 #
@@ -334,3 +374,20 @@ def test_seed_chooses_the_random_rows(model, maps, prompt):
     flags = ["--ridge-rows", "random", "--ridge-budget", "0.5", "--ridge-seed"]
     a, b, again = (cold(model, maps, prompt, None, *flags, seed) for seed in (1, 2, 1))
     assert a == again != b
+
+
+def test_real_model(patched_lib, smollm2, tmp_path):
+    """The same on a model that people use, with the maps that we ship."""
+    shipped = sorted(smollm2.parent.glob("smollm2-135m-instruct.s19.*.ridge.gguf"))
+    with Server(smollm2, maps=shipped[0] if shipped else random_maps(smollm2, tmp_path, split=19)) as s:
+        p = prompt_tokens(s, 300)
+        fields = {"n_predict": 8, "n_probs": 3}
+        off, plumb = (s.completion(p, mode, cache_prompt=False, **fields) for mode in ("off", "plumb"))
+        assert off["completion_probabilities"] == plumb["completion_probabilities"]
+        filled = s.completion(p, "fill", cache_prompt=False, **fields)
+        assert_filled(filled, 300)
+        assert filled["completion_probabilities"] != off["completion_probabilities"]
+        assert s.completion(p, "fill", **fields)["timings"]["prompt_n"] <= 1
+        again = s.completion(p, "off", **fields)
+        assert again["timings"]["cache_n"] == 0
+        assert again["completion_probabilities"] == off["completion_probabilities"]

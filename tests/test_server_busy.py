@@ -81,6 +81,22 @@ def test_metrics_answer_while_a_prompt_fills(model, maps):
         assert progress == sorted(progress) and len(set(progress)) > 10 and progress[-1] == len(p)
 
 
+def test_no_room_for_the_fill_runs_exactly(model, maps, prompt):
+    """An idle slot's rows are in the way: the prefill gives up, and the ordinary path makes room as upstream does."""
+    flags = ["--kv-unified", "--no-cache-idle-slots", "-c", 1024]
+    wanted = cold(model, maps, prompt, "off", n_predict=8)
+    with Server(model, *flags, maps=maps, np=2) as s:
+        other = prompt_tokens(s, N, start=700)
+        s.completion(other, "fill", id_slot=0)
+        answer = s.completion(prompt, "fill", id_slot=1, n_predict=8)
+        assert ridge_of(answer)["reason"] == "no_space" and ridge_of(answer)["filled"] == 0
+        assert answer["timings"]["prompt_n"] == N
+        assert answer["tokens"] == wanted
+        # the cells are pure, and there is room now
+        assert s.completion(prompt, "off", id_slot=1)["timings"]["prompt_n"] == 1
+        assert ridge_of(s.completion(prompt, "fill", id_slot=1, cache_prompt=False))["filled"] > 0
+
+
 #
 # clients that go away
 #

@@ -28,16 +28,13 @@ void server_ridge::init(llama_context * ctx, const common_params & params, bool 
     if (const char * unsupported = llama_ridge_unsupported(ctx)) {
         no_maps_reason  = "unsupported";
         no_maps_message = unsupported;
-    } else {
-        maps = llama_ridge_maps_load(llama_get_model(ctx), defaults.maps.c_str());
-        if (!maps) {
-            no_maps_reason  = "refused";
-            no_maps_message = llama_ridge_last_error();
-        }
+        SRV_WRN("ridge: every prompt runs exactly: %s\n", unsupported);
+        return;
     }
+    maps = llama_ridge_maps_load(llama_get_model(ctx), defaults.maps.c_str());
     if (!maps) {
-        SRV_WRN("ridge: maps '%s' %s, every prompt runs exactly: %s\n",
-                defaults.maps.c_str(), no_maps_reason.c_str(), no_maps_message.c_str());
+        no_maps_reason  = "refused";
+        no_maps_message = llama_ridge_last_error(); // in the log already
     } else if (!no_fill_reason.empty()) {
         SRV_WRN("ridge: every prompt runs exactly (%s): the maps were fitted without it\n", no_fill_reason.c_str());
     }
