@@ -226,7 +226,10 @@ def main() -> int:
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("exact and filled in turn", total=2 * args.repeats * len(args.list))
             for seed in args.list:
-                results.append(run_seed(server, seed, args.repeats, ridge["tail"], ridge["sink"], lambda: progress.advance(task)))
+                r = run_seed(server, seed, args.repeats, ridge["tail"], ridge["sink"], lambda: progress.advance(task))
+                results.append(r)
+                if args.seeds:
+                    console.print(f"seed {seed}: {r.ratio:.2f}x, the fact is {r.code}, exact: {r.exact_answer!r}, filled: {r.filled_answer!r}")
     if args.seeds:
         good, out = show_many(results), args.out or ROOT / "results" / "quickstart-seeds.json"
     else:
