@@ -289,7 +289,7 @@ def test_commands(model, corpus, tmp_path):
 
 
 def test_exit_codes_say_what_was_wrong(model, corpus, tmp_path):
-    args = ["--out", str(tmp_path / "m.gguf"), "--split", "2", "--text", str(corpus)]
+    args = ["--out", str(tmp_path / "m.gguf"), "--split", "2", "--text", str(corpus), "--threads", "1", "--ctx", "128"]
     assert runner.invoke(cli.calibrate_app, [model, "--out", str(tmp_path / "m.gguf")]).exit_code == 2
     assert runner.invoke(cli.calibrate_app, ["/no/model.gguf", *args]).exit_code == 3
     assert runner.invoke(cli.calibrate_app, [model, *args[:4], "--text", "/no/text"]).exit_code == 4
