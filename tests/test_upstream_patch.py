@@ -29,7 +29,7 @@ def trees_equal(a: Path, b: Path) -> bool:
     def same(c: filecmp.dircmp) -> bool:
         return not (c.left_only or c.right_only or c.diff_files or c.funny_files) and all(map(same, c.subdirs.values()))
 
-    return same(filecmp.dircmp(a, b, ignore=[]))
+    return same(filecmp.dircmp(a, b, ignore=[".git"]))
 
 
 def test_users_checkout_becomes_the_same_sources(pristine, patched_lib, tmp_path):
