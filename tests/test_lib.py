@@ -244,17 +244,18 @@ def test_log_can_be_captured(model, tmp_path):
     assert len(lines) == n
 
 
-def run_python(code: str, **env) -> subprocess.CompletedProcess:
+def run_python(code: str, *options: str, **env) -> subprocess.CompletedProcess:
     env = {**os.environ, "PYTHONPATH": str(ROOT / "python"), **env}
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    return subprocess.run([sys.executable, *options, "-c", code], env=env, capture_output=True, text=True)
 
 
 def test_a_missing_library_names_the_places_looked_at(tmp_path):
-    code = "from ridgefill.lib import load\nfrom ridgefill.errors import RidgeError\ntry: load()\nexcept RidgeError as e: print(e)"
+    code = "from ridgefill.native import load\nfrom ridgefill.errors import RidgeError\ntry: load()\nexcept RidgeError as e: print(e)"
     assert f"{tmp_path} (RIDGE_LIB_DIR)" in run_python(code, RIDGE_LIB_DIR=str(tmp_path)).stdout
     # a copy of the package that is neither installed with libraries nor in a checkout
     shutil.copytree(ROOT / "python" / "ridgefill", tmp_path / "ridgefill")
-    out = run_python(code, RIDGE_LIB_DIR="", PYTHONPATH=str(tmp_path)).stdout
+    # -S: without site-packages, where an editable install would lead back to the checkout
+    out = run_python(code, "-S", RIDGE_LIB_DIR="", PYTHONPATH=str(tmp_path)).stdout
     assert f"{tmp_path / 'ridgefill' / 'bin'} (the installed package)" in out and "RIDGE_LIB_DIR" in out
 
 

@@ -29,7 +29,7 @@ _FLASH_ATTN = {None: -1, False: 0, True: 1}  # enum llama_flash_attn_type; None 
 
 @contextmanager
 def captured_log():
-    """Collect what the library logs meanwhile, as (level, text) pairs; levels are those of `native.LOG_LEVELS`."""
+    """Collect what the library logs meanwhile instead of printing it: (level, text) pairs, levels of `native.LOG_LEVELS`."""
     lines: list[tuple[int, str]] = []
     native._log_sinks.append(lines)
     try:
@@ -97,6 +97,7 @@ class Model(_Owner):
         if not self._ptr:
             reasons = [text.strip() for level, text in log if level == native.LOG_LEVELS["error"]]
             raise RidgeError(f"{self.path} could not be loaded as a model: {reasons[0] if reasons else 'no reason given'}")
+        native.print_log(log)
         self._vocab = low.llama_model_get_vocab(self._ptr)
         self.n_layer: int = low.llama_model_n_layer(self._ptr)
         self.n_embd: int = low.llama_model_n_embd(self._ptr)
@@ -309,6 +310,7 @@ class Context(_Owner):
         if not self._ptr:
             reasons = [text.strip() for level, text in log if level >= native.LOG_LEVELS["error"]]
             raise RidgeError(f"no context for {model.path}: {reasons[0] if reasons else 'no reason given'}")
+        native.print_log(log)
         self._mem = low.llama_get_memory(self._ptr)
         self.n_ctx: int = low.llama_n_ctx(self._ptr)
         self.n_batch: int = low.llama_n_batch(self._ptr)
@@ -317,7 +319,8 @@ class Context(_Owner):
         self._inputs: dict[int, list[np.ndarray]] = {}
 
     def _free(self, ptr) -> None:
-        native._llama.llama_free(ptr)
+        if self.model._ptr:  # a context outlives its model only by mistake, and freeing it would read the model
+            native._llama.llama_free(ptr)
 
     #
     # decoding

@@ -113,12 +113,18 @@ def _on_log(level: int, text: bytes, _user) -> None:
     line = (text or b"").decode("utf-8", "replace")
     for sink in _log_sinks:
         sink.append((_log_last, line))
-    if _log_last >= LOG_LEVELS.get(os.environ.get("RIDGE_LOG", "warn"), 3):
-        sys.stderr.write(line)
+    if not _log_sinks:
+        print_log([(_log_last, line)])
+
+
+def print_log(lines: list[tuple[int, str]]) -> None:
+    """Print the lines that are important enough."""
+    least = LOG_LEVELS.get(os.environ.get("RIDGE_LOG", "warn"), 3)
+    sys.stderr.write("".join(text for level, text in lines if level >= least))
 
 
 def _redirect_log(low) -> None:
-    """Print warnings and errors only; RIDGE_LOG=info|debug prints more."""
+    """Print warnings and errors only; RIDGE_LOG=info|debug prints more, RIDGE_LOG=error less."""
     global _log_callback
     _log_callback = low.llama_log_callback(_on_log)
     low.llama_log_set(_log_callback, None)
