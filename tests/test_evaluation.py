@@ -240,6 +240,17 @@ def test_words_are_matched_whole_and_in_order(answer, hit):
     assert fact.answered(answer) is hit and not fact.grown(answer)
 
 
+@given(st.sampled_from(["digits", "words"]), st.integers(0, 20), st.text("1234567 ,.-\nas", max_size=6), st.text("1234567 .-as", max_size=8))
+def test_a_decided_answer_stays_decided(kind, n, end, more):
+    """Tokens after the point where decoding stops could not have changed the verdict."""
+    fact = facts.Fact(kind, "Nora Vance", "1234567" if kind == "digits" else "apple river candle")
+    answer = f"It is {fact.value}"[:6 + n] + end
+    if fact.decided(answer):
+        assert (fact.answered(answer), fact.grown(answer)) == (fact.answered(answer + more), fact.grown(answer + more))
+    if fact.answered(answer):
+        assert fact.decided(answer + "\n")
+
+
 def test_items_that_break_a_rule_are_refused():
     item = facts.make_item(Bytes(), DOCS, "digits", 5, 2400, 300, 0.5)
     pieces = [bytes([t]) for t in item.tokens]
@@ -410,6 +421,10 @@ def test_random_rows_are_as_many_as_the_selector_chooses(engine, window):
 def test_an_arm_without_its_maps_is_refused(engine, window):
     with pytest.raises(EvaluationError, match="fill-S2: expected maps of split layer 2, found none"):
         engine.begin(Arm("fill", 2), window.tokens, 64)
+    for arm in ("fill-S2", "identity-S6"):
+        with pytest.raises(EvaluationError, match=f"{arm}: expected"):
+            engine.require([Arm("exact"), Arm.parse(arm)])
+    engine.require([Arm("exact"), Arm("cut"), Arm("identity", 5)])
     with pytest.raises(EvaluationError, match="expected the arm exact"):
         loss.score_window(engine, [Arm("cut")], window, 64)
 

@@ -123,6 +123,13 @@ class Engine:
         return lib.select_rows("random", self.model, prompt, *span, budget=len(digits),
                                seed=int(rng(seed, "random rows").integers(2**31)))
 
+    def require(self, arms: Sequence[Arm]) -> None:
+        """Raises EvaluationError for an arm whose maps are not here, or whose split layer the model does not have."""
+        for arm in arms:
+            self._maps(arm)
+            if arm.is_ridge and not 0 < arm.split < self.model.n_layer:
+                raise EvaluationError(f"{arm.name}: expected a split layer from 1 to {self.model.n_layer - 1}, found {arm.split}")
+
     def _maps(self, arm: Arm):
         if arm.mode != "fill":
             return None
