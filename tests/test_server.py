@@ -177,16 +177,18 @@ def test_host_cache_keeps_fills_but_not_nofill(model, maps, prompt):
             s.completion(other, "off")
 
 
-def test_pure_prompt_in_the_host_cache_survives_a_filled_twin(model, maps, prompt):
-    """A filled copy of a cached prompt is no reason to drop the pure one."""
-    with Server(model, maps=maps) as s:
-        other = prompt_tokens(s, N, start=700)
-        s.completion(prompt, "off")
-        s.completion(other, "off")  # pure copy of `prompt` goes to the host's cache
-        s.completion(prompt + other[:200], "fill", cache_prompt=False)
-        s.completion(other, "off")
-        exact = s.completion(prompt, "off")
-        assert exact["timings"]["cache_n"] in (0, N - 1) and ridge_of(exact)["cached_filled"] == 0
+@pytest.mark.parametrize("pure_first", [True, False])
+def test_pure_prompt_in_the_host_cache_survives_a_filled_twin(model, maps, prompt, pure_first):
+    """A longer filled prompt that holds the same tokens neither replaces a pure copy nor stands in for it."""
+    with Server(model, maps=maps, np=2) as s:
+        others = [prompt_tokens(s, N, start) for start in (700, 1300)]
+        pure = s.completion(prompt, "off", id_slot=0)
+        twin = prompt + pure["tokens"] + others[0][:200]
+        assert_filled(s.completion(twin, "fill", id_slot=1, cache_prompt=False), len(twin))
+        # another prompt on its slot sends each to the host's cache
+        for slot in (0, 1) if pure_first else (1, 0):
+            s.completion(others[slot], "off", id_slot=slot, n_predict=1)
+        assert s.completion(prompt, "off", id_slot=0)["timings"]["cache_n"] == N - 1
 
 
 def test_context_shift_makes_cells_unknown(model, maps):

@@ -172,6 +172,19 @@ def test_cancelled_prompt_keeps_the_rows_before_it(model, maps, long_prompt):
         assert again["timings"]["prompt_n"] <= 1 and ridge_of(again)["cached_filled"] == ridge_of(first)["filled"]
 
 
+def test_cancelled_rows_leave_their_cells(model, maps, long_prompt):
+    """One cache for both slots, with room for one prompt only: the other slot needs what was given back."""
+    flags = ["--kv-unified", "--no-cache-idle-slots", "-c", 1024, "-ub", 32]
+    with Server(model, *flags, maps=maps, np=2) as s:
+        with s.stream(long_prompt[:900], "fill", return_progress=True, id_slot=0) as events:
+            for _ in range(15):
+                next(events)
+        s.wait_idle()
+        assert "cancelled after step" in s.log_text()
+        answer = s.completion(long_prompt[:900], "fill", id_slot=1, n_predict=4)
+        assert ridge_of(answer)["filled"] > 0 and ridge_of(answer)["reason"] is None
+
+
 def test_server_stops_cleanly_while_a_prompt_fills(model, maps):
     with Server(model, "-ub", 32, maps=maps) as s:
         p = prompt_tokens(s, 1800)
