@@ -62,10 +62,10 @@ def make_prompt(server: LlamaServer, seed: int, n_tail: int) -> Prompt:
 
     chosen, n = [], len(server.tokenize(server.apply_template(INTRO + FACT.format(code=code) + QUESTION)))
     for text in texts:
-        if n >= N_TOKENS:
+        n += len(server.tokenize(text + "\n\n"))
+        if n > N_TOKENS:
             break
         chosen.append(text)
-        n += len(server.tokenize(text + "\n\n"))
     i = round(place * len(chosen))
     before, after = ("\n\n".join(part) for part in (chosen[:i], chosen[i:]))
     fact = FACT.format(code=code)

@@ -145,7 +145,7 @@ def stock_prompt(run: Run, tokens: list[int]) -> None:
     c = run.case
     n_done = stock_cuts(len(tokens), c.n_batch, UBATCH)[-1]
     cuts = [u for u in stock_cuts(len(tokens), c.n_batch, c.n_step or UBATCH) if u < n_done]
-    for first, end in zip(cuts, [*cuts[1:], n_done]):
+    for first, end in zip(cuts, [*cuts[1:], n_done], strict=True):
         run.decode(0, tokens[first:end], "none")
         run.neighbours()
     for _ in cuts:
@@ -176,7 +176,7 @@ def difference(a: list[np.ndarray], b: list[np.ndarray]) -> str:
     a, b = ([x for x in side if x.size] for side in (a, b))
     if [x.shape for x in a] != [x.shape for x in b]:
         return f"shapes differ: {[x.shape for x in a]} and {[x.shape for x in b]}"
-    bad = [i for i, (x, y) in enumerate(zip(a, b)) if x.tobytes() != y.tobytes()]
+    bad = [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x.tobytes() != y.tobytes()]
     if not bad:
         return ""
     worst = max(float(np.abs(a[i].astype(np.float64) - b[i]).max()) for i in bad)
