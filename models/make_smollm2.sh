@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make the sidecar of SmolLM2-135M-Instruct anew from text (about 15 minutes on 2 cores):
+# Make the sidecars of SmolLM2-135M-Instruct anew from text (the last run took 22 minutes of one core):
 #     models/make_smollm2.sh OUT.gguf      split 19, the quick start's, into one file
 #     models/make_smollm2.sh               splits 15 and 19, into the files that are shipped here
 set -euo pipefail

@@ -134,7 +134,8 @@ def calibrate(
 
 
 def _print_result(r) -> None:
-    table = Table("layer", "lambda", "held-out R²", title=f"{r.path}: split {r.split}, {r.n_tokens:,} rows fitted")
+    stdout.print(f"{r.path}: split {r.split}, {r.n_tokens:,} rows fitted", soft_wrap=True)
+    table = Table("layer", "lambda", "held-out R²")
     for il, lam, r2 in zip(r.layers, r.lambdas, r.r2):
         table.add_row(str(il), f"{lam:.2g}", f"{r2:.4f}")
     stdout.print(table)
