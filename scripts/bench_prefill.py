@@ -31,6 +31,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from filler import passages
+from llama_server import ServerError
 from machine import machine
 from ridgefill.errors import RidgefillError
 from ridgefill.lib import Context, Maps, Model, select_rows
@@ -258,5 +259,5 @@ def main() -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except RidgefillError as e:
+    except (RidgefillError, ServerError) as e:
         sys.exit(f"bench_prefill: {e}")
