@@ -12,6 +12,7 @@ fill-S19, fill-S15+digits, fill-S15+random (as many rows as digits selects). A r
 Exit status: 0 when every criterion holds that the chosen sets and arms allow to check, 1 when one does not, 8 when the
 measurement itself failed.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -29,12 +30,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "python"))
 
-from machine import machine  # noqa: E402
-
-from ridgefill import __version__, lib  # noqa: E402
-from ridgefill.errors import RidgefillError  # noqa: E402
-from ridgefill.evaluation import Arm, Engine, EvaluationError, facts, loss, report, texts  # noqa: E402
-from ridgefill.evaluation.journal import Journal  # noqa: E402
+from machine import machine
+from ridgefill import __version__, lib
+from ridgefill.errors import RidgefillError
+from ridgefill.evaluation import Arm, Engine, EvaluationError, facts, loss, report, texts
+from ridgefill.evaluation.journal import Journal
 
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 MAPS = [ROOT / "models" / f"smollm2-135m-instruct.s{s}.q8_0.ridge.gguf" for s in (19, 15)]
@@ -42,6 +42,7 @@ DEEP, SHALLOW = 19, 15  # splits above and below the layer that carries recall i
 SETS = ("loss", "digits", "words")
 LOSS_ARMS = "exact,cut,fill-S19,identity-S19,fill-S15,identity-S15,nofill-S15"
 FACTS_ARMS = "exact,fill-S19,fill-S15,fill-S15+digits,fill-S15+random"
+OUT, OUT_REDUCED = Path("results/quality-smollm2.json"), Path("out/quality-reduced.json")
 FILLER = ",".join(facts.FILLER_SOURCES)
 N_SINK = 4
 
@@ -77,8 +78,17 @@ class Settings:
         return max(self.prefix + self.scored, self.fact_rows + facts.N_ANSWER) + 16
 
 
-REDUCED = {"documents": 6, "prefix": 640, "tail": 96, "scored": 96, "facts": 8, "fact_rows": 512, "fact_tail": 96,
-           "loss_arms": "exact,fill-S19,identity-S19", "facts_arms": "exact,fill-S19,fill-S15,fill-S15+digits"}
+REDUCED = {
+    "documents": 6,
+    "prefix": 640,
+    "tail": 96,
+    "scored": 96,
+    "facts": 8,
+    "fact_rows": 512,
+    "fact_tail": 96,
+    "loss_arms": "exact,fill-S19,identity-S19",
+    "facts_arms": "exact,fill-S19,fill-S15,fill-S15+digits",
+}
 
 # a few items cannot tell .95 from .85: these bounds tell a working fill from a broken one
 REDUCED_BOUNDS = report.Bounds(n_documents=6, n_facts=8, loss=0.06, times=2.0, recall=0.85, kept=0.70, lost=0.25)
@@ -117,8 +127,9 @@ def make_items(model: lib.Model, s: Settings, docs: Sequence, what: str) -> list
 
 def measure_loss(engine: Engine, s: Settings, windows: Sequence, journal: Journal) -> dict:
     arms = s.arms("loss")
-    records = measure(windows, lambda w: w.document,
-                      lambda w: loss.score_window(engine, arms, w, s.tail, s.seed), journal, "loss")
+    records = measure(
+        windows, lambda w: w.document, lambda w: loss.score_window(engine, arms, w, s.tail, s.seed), journal, "loss"
+    )
     return {"items": records, "summary": report.summarise_loss(records)}
 
 
@@ -135,10 +146,11 @@ def check(found: dict, reduced: bool) -> tuple[list[report.Criterion], list[str]
     """Criteria of the sets that were measured with every arm they need, and why others were not checked."""
     bounds = REDUCED_BOUNDS if reduced else report.Bounds()
     checks = {
-        "loss": ([Arm("fill", DEEP), Arm("identity", DEEP)],
-                 lambda r: report.loss_criteria(r, DEEP, bounds)),
-        "digits": ([Arm("fill", DEEP), Arm("fill", SHALLOW), Arm("fill", SHALLOW, "digits")],
-                   lambda r: report.facts_criteria(r, DEEP, SHALLOW, bounds)),
+        "loss": ([Arm("fill", DEEP), Arm("identity", DEEP)], lambda r: report.loss_criteria(r, DEEP, bounds)),
+        "digits": (
+            [Arm("fill", DEEP), Arm("fill", SHALLOW), Arm("fill", SHALLOW, "digits")],
+            lambda r: report.facts_criteria(r, DEEP, SHALLOW, bounds),
+        ),
     }
     criteria, skipped = [], []
     for name, (needs, make) in checks.items():
@@ -164,8 +176,16 @@ def show(found: dict, criteria: Sequence[report.Criterion], skipped: Sequence[st
         console.print(f"not checked: {line}", highlight=False)
 
 
-def evaluate(model_path: Path, map_paths: Sequence[Path], text: Path, sets: Sequence[str], s: Settings, reduced: bool,
-             threads: int, journal_path: Path) -> dict:
+def evaluate(
+    model_path: Path,
+    map_paths: Sequence[Path],
+    text: Path,
+    sets: Sequence[str],
+    s: Settings,
+    reduced: bool,
+    threads: int,
+    journal_path: Path,
+) -> dict:
     """Measure and return the whole result; raises RidgefillError where that is not possible."""
     if unknown := set(sets) - set(SETS):
         raise EvaluationError(f"sets: expected some of {', '.join(SETS)}, found {', '.join(sorted(unknown))}")
@@ -187,37 +207,52 @@ def evaluate(model_path: Path, map_paths: Sequence[Path], text: Path, sets: Sequ
             items = {what: make_items(model, s, docs, what) for what in sets}
             journal = Journal(journal_path, about)
             for what in sets:
-                found[what] = (measure_loss(engine, s, items[what], journal) if what == "loss" else
-                               measure_facts(engine, s, items[what], journal, what))
+                found[what] = (
+                    measure_loss(engine, s, items[what], journal)
+                    if what == "loss"
+                    else measure_facts(engine, s, items[what], journal, what)
+                )
         for m in maps.values():
             m.close()
     criteria, skipped = check(found, reduced)
     show(found, criteria, skipped)
-    return {"tool": f"ridgefill {__version__}", "machine": machine()} | about | found | {
-        "criteria": [c.as_dict() for c in criteria], "not_checked": skipped}
+    return (
+        {"tool": f"ridgefill {__version__}", "machine": machine()}
+        | about
+        | found
+        | {"criteria": [c.as_dict() for c in criteria], "not_checked": skipped}
+    )
 
 
 def main(
     model: Annotated[Path, typer.Option(help="model file")] = MODEL,
     maps: Annotated[list[Path], typer.Option(help="sidecars, one per split layer")] = MAPS,
     text: Annotated[Path, typer.Option(help="text set of scripts/fetch_text.sh")] = ROOT / "out" / "text",
-    out: Annotated[Path, typer.Option(help="result file; default results/quality-smollm2.json, out/quality-reduced.json if reduced")] = None,
+    out: Annotated[Path | None, typer.Option(help=f"result file [default: {OUT}, or {OUT_REDUCED}]")] = None,
     sets: Annotated[str, typer.Option(help="some of loss,digits,words")] = "",
     reduced: Annotated[bool, typer.Option(help="a small measurement with the same criteria")] = False,
-    documents: Annotated[int, typer.Option(help="documents of the loss")] = None,
-    n_facts: Annotated[int, typer.Option("--facts", help="facts of each kind")] = None,
-    loss_arms: Annotated[str, typer.Option(help="arms of the loss")] = None,
-    facts_arms: Annotated[str, typer.Option(help="arms of the facts")] = None,
-    filler: Annotated[str, typer.Option(help="sources of the text around facts, e.g. handbook,reference,jargon")] = None,
-    seed: Annotated[int, typer.Option(help="of windows, facts and random rows")] = None,
+    documents: Annotated[int | None, typer.Option(help="documents of the loss")] = None,
+    n_facts: Annotated[int | None, typer.Option("--facts", help="facts of each kind")] = None,
+    loss_arms: Annotated[str | None, typer.Option(help="arms of the loss")] = None,
+    facts_arms: Annotated[str | None, typer.Option(help="arms of the facts")] = None,
+    filler: Annotated[str | None, typer.Option(help="sources of the text around facts, e.g. handbook,reference,jargon")] = None,
+    seed: Annotated[int | None, typer.Option(help="of windows, facts and random rows")] = None,
     threads: Annotated[int, typer.Option(help="CPU threads")] = 2,
-    fresh: Annotated[bool, typer.Option(help="measure everything anew instead of going on with a run that was stopped")] = False,
+    fresh: Annotated[
+        bool, typer.Option(help="measure everything anew instead of going on with a run that was stopped")
+    ] = False,
 ) -> None:
-    chosen = {"documents": documents, "facts": n_facts, "loss_arms": loss_arms, "facts_arms": facts_arms,
-              "filler": filler, "seed": seed}
+    chosen = {
+        "documents": documents,
+        "facts": n_facts,
+        "loss_arms": loss_arms,
+        "facts_arms": facts_arms,
+        "filler": filler,
+        "seed": seed,
+    }
     settings = Settings(**((REDUCED if reduced else {}) | {k: v for k, v in chosen.items() if v is not None}))
     names = (sets or ("loss,digits" if reduced else ",".join(SETS))).split(",")
-    out = out or (ROOT / "out" / "quality-reduced.json" if reduced else ROOT / "results" / "quality-smollm2.json")
+    out = out or ROOT / (OUT_REDUCED if reduced else OUT)
     journal = out.with_suffix(".journal.jsonl")
     if fresh:
         journal.unlink(missing_ok=True)

@@ -1,4 +1,5 @@
 """Statistics, text windows, facts, journal and the loss path of ridgefill.evaluation."""
+
 from __future__ import annotations
 
 import json
@@ -8,13 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats as scipy_stats
-
 from ridgefill import lib
 from ridgefill.evaluation import Arm, Engine, EvaluationError, facts, loss, report, stats, texts
 from ridgefill.evaluation.errors import finite
 from ridgefill.evaluation.journal import Journal
 from ridgefill.text import Document
+from scipy import stats as scipy_stats
 
 #
 # statistics
@@ -78,8 +78,11 @@ def test_mcnemar_equals_the_binomial_sum(pairs):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), None])
 def test_statistics_fail_closed(bad):
-    for f in (lambda: stats.mean([0.1, bad, 0.3]), lambda: stats.mean_difference([0.1, bad], [0.1, 0.2]),
-              lambda: stats.ratio([0.1, 0.2], [bad, 0.2])):
+    for f in (
+        lambda: stats.mean([0.1, bad, 0.3]),
+        lambda: stats.mean_difference([0.1, bad], [0.1, 0.2]),
+        lambda: stats.ratio([0.1, 0.2], [bad, 0.2]),
+    ):
         with pytest.raises(EvaluationError, match="found nan|found inf"):
             f()
 
@@ -104,13 +107,17 @@ def test_statistics_refuse_what_they_cannot_compute():
 #
 
 
-@pytest.mark.parametrize("name", ["exact", "cut", "fill-S19", "identity-S1", "nofill-S15", "fill-S15+digits", "fill-S15+random"])
+@pytest.mark.parametrize(
+    "name", ["exact", "cut", "fill-S19", "identity-S1", "nofill-S15", "fill-S15+digits", "fill-S15+random"]
+)
 def test_arm_names_round_trip(name):
     assert Arm.parse(name).name == name
 
 
-@pytest.mark.parametrize("name", ["", "fill", "fill-S", "fill-S0", "fill-Sx", "exact-S3", "fill-S15+", "fill-S15+all", "ridge-S3", "fill-S-1",
-                                  "fill-S015"])
+@pytest.mark.parametrize(
+    "name",
+    ["", "fill", "fill-S", "fill-S0", "fill-Sx", "exact-S3", "fill-S15+", "fill-S15+all", "ridge-S3", "fill-S-1", "fill-S015"],
+)
 def test_other_names_are_refused(name):
     with pytest.raises(EvaluationError):
         Arm.parse(name)
@@ -149,7 +156,7 @@ def test_windows_are_reproducible_and_independent():
     assert a[1:] == texts.windows(Bytes(), DOCS[1:], 300, 50, seed=1)  # an item more changes no other
     assert [w.start for w in a] != [w.start for w in texts.windows(Bytes(), DOCS, 300, 50, seed=2)]
     for w, d in zip(a, DOCS, strict=True):
-        assert bytes(w.tokens).decode() == d.text[w.start:w.start + 350] and w.n_prefix == 300
+        assert bytes(w.tokens).decode() == d.text[w.start : w.start + 350] and w.n_prefix == 300
 
 
 def test_windows_refuse_short_documents():
@@ -209,42 +216,53 @@ def test_other_seeds_are_other_facts(kind):
     assert facts.make_fact(kind, 7) == facts.make_fact(kind, 7)
 
 
-@pytest.mark.parametrize("answer, hit, grown", [
-    ("The secret number of Nora Vance is 1234567.", True, False),
-    ("1,234,567", True, False),
-    ("1 2 3 4 5 6 7", True, False),
-    ("1234567. It was 99 before.", True, False),
-    ("12345678", True, True),
-    ("01234567", False, False),
-    ("1234568", False, False),
-    ("123456", False, False),
-    ("It is 12. No: 1234567", False, False),
-    ("", False, False),
-])
+@pytest.mark.parametrize(
+    "answer, hit, grown",
+    [
+        ("The secret number of Nora Vance is 1234567.", True, False),
+        ("1,234,567", True, False),
+        ("1 2 3 4 5 6 7", True, False),
+        ("1234567. It was 99 before.", True, False),
+        ("12345678", True, True),
+        ("01234567", False, False),
+        ("1234568", False, False),
+        ("123456", False, False),
+        ("It is 12. No: 1234567", False, False),
+        ("", False, False),
+    ],
+)
 def test_numbers_are_matched_from_their_first_digit(answer, hit, grown):
     fact = facts.Fact("digits", "Nora Vance", "1234567")
     assert (fact.answered(answer), fact.grown(answer)) == (hit, grown)
 
 
-@pytest.mark.parametrize("answer, hit", [
-    ('The password is "apple river candle".', True),
-    ("Apple-River-Candle", True),
-    ("river apple candle", False),
-    ("apple river candles", False),
-    ("pineapple river candle", False),
-    ("apple river", False),
-    ("", False),
-])
+@pytest.mark.parametrize(
+    "answer, hit",
+    [
+        ('The password is "apple river candle".', True),
+        ("Apple-River-Candle", True),
+        ("river apple candle", False),
+        ("apple river candles", False),
+        ("pineapple river candle", False),
+        ("apple river", False),
+        ("", False),
+    ],
+)
 def test_words_are_matched_whole_and_in_order(answer, hit):
     fact = facts.Fact("words", "Nora Vance", "apple river candle")
     assert fact.answered(answer) is hit and not fact.grown(answer)
 
 
-@given(st.sampled_from(["digits", "words"]), st.integers(0, 20), st.text("1234567 ,.-\nas", max_size=6), st.text("1234567 .-as", max_size=8))
+@given(
+    st.sampled_from(["digits", "words"]),
+    st.integers(0, 20),
+    st.text("1234567 ,.-\nas", max_size=6),
+    st.text("1234567 .-as", max_size=8),
+)
 def test_a_decided_answer_stays_decided(kind, n, end, more):
     """Tokens after the point where decoding stops could not have changed the verdict."""
     fact = facts.Fact(kind, "Nora Vance", "1234567" if kind == "digits" else "apple river candle")
-    answer = f"It is {fact.value}"[:6 + n] + end
+    answer = f"It is {fact.value}"[: 6 + n] + end
     if fact.decided(answer):
         assert (fact.answered(answer), fact.grown(answer)) == (fact.answered(answer + more), fact.grown(answer + more))
     if fact.answered(answer):
@@ -254,14 +272,23 @@ def test_a_decided_answer_stays_decided(kind, n, end, more):
 def test_items_that_break_a_rule_are_refused():
     item = facts.make_item(Bytes(), DOCS, "digits", 5, 2400, 300, 0.5)
     pieces = [bytes([t]) for t in item.tokens]
-    for n_tail, n_sink, message in ((2000, 4, "expected the fact in rows"), (300, 2000, "expected the fact in rows"),
-                                    (20, 4, "expected the question in the last 20")):
+    for n_tail, n_sink, message in (
+        (2000, 4, "expected the fact in rows"),
+        (300, 2000, "expected the fact in rows"),
+        (20, 4, "expected the question in the last 20"),
+    ):
         moved = facts.dataclasses.replace(item, n_tail=n_tail)
         with pytest.raises(EvaluationError, match=message):
             facts.check_item(moved, pieces, 2400, n_sink)
     with pytest.raises(EvaluationError, match="found 2376"):
-        facts.check_item(facts.dataclasses.replace(item, tokens=item.tokens[:2376 - len(item.tokens)] if len(item.tokens) > 2376
-                                                   else item.tokens), pieces, 2401, 4)
+        facts.check_item(
+            facts.dataclasses.replace(
+                item, tokens=item.tokens[: 2376 - len(item.tokens)] if len(item.tokens) > 2376 else item.tokens
+            ),
+            pieces,
+            2401,
+            4,
+        )
     with pytest.raises(EvaluationError, match="found it 0 times"):
         facts.rows_of(pieces, "no such text")
     with pytest.raises(EvaluationError, match="found it 3 times"):
@@ -311,14 +338,34 @@ def loss_records(excess: dict[str, float], n: int = 20, key: bool = True) -> lis
     for i in range(n):
         base, jitter = r.normal(2.4, 0.5), r.normal(1, 0.1)
         for arm, more in excess.items():
-            out.append({"arm": arm, "document": f"d{i}", "loss": base + more * jitter, "top1": 0.9, "kl": more,
-                        "n_key": 3 if key else None, "key_loss_sum": 10 + 30 * more if key else None})
+            out.append(
+                {
+                    "arm": arm,
+                    "document": f"d{i}",
+                    "loss": base + more * jitter,
+                    "top1": 0.9,
+                    "kl": more,
+                    "n_key": 3 if key else None,
+                    "key_loss_sum": 10 + 30 * more if key else None,
+                }
+            )
     return out
 
 
 def fact_records(hits: dict[str, int], n: int = 40) -> list[dict]:
-    return [{"arm": arm, "seed": i, "hit": i < k, "grown": False, "n_rows": 1000, "n_filled": 0 if arm == "exact" else 900,
-             "n_chosen": 7 if "+" in arm else 0} for arm, k in hits.items() for i in range(n)]
+    return [
+        {
+            "arm": arm,
+            "seed": i,
+            "hit": i < k,
+            "grown": False,
+            "n_rows": 1000,
+            "n_filled": 0 if arm == "exact" else 900,
+            "n_chosen": 7 if "+" in arm else 0,
+        }
+        for arm, k in hits.items()
+        for i in range(n)
+    ]
 
 
 def test_loss_summary():
@@ -329,12 +376,18 @@ def test_loss_summary():
     assert report.summarise_loss(loss_records({"exact": 0, "fill-S19": 0.1}, key=False))["fill-S19"]["key_over_exact"] is None
 
 
-@pytest.mark.parametrize("excess, failing", [
-    ({"fill-S19": 0.02, "identity-S19": 0.12}, []),
-    ({"fill-S19": 0.05, "identity-S19": 0.20}, ["loss of fill-S19 over exact, nats"]),
-    ({"fill-S19": 0.02, "identity-S19": 0.05}, ["excess loss of identity-S19 over that of fill-S19"]),
-    ({"fill-S19": 0.12, "identity-S19": 0.12}, ["loss of fill-S19 over exact, nats", "excess loss of identity-S19 over that of fill-S19"]),
-])
+@pytest.mark.parametrize(
+    "excess, failing",
+    [
+        ({"fill-S19": 0.02, "identity-S19": 0.12}, []),
+        ({"fill-S19": 0.05, "identity-S19": 0.20}, ["loss of fill-S19 over exact, nats"]),
+        ({"fill-S19": 0.02, "identity-S19": 0.05}, ["excess loss of identity-S19 over that of fill-S19"]),
+        (
+            {"fill-S19": 0.12, "identity-S19": 0.12},
+            ["loss of fill-S19 over exact, nats", "excess loss of identity-S19 over that of fill-S19"],
+        ),
+    ],
+)
 def test_loss_criteria(excess, failing):
     found = report.loss_criteria(loss_records({"exact": 0.0} | excess), 19)
     assert [c.name for c in found if not c.holds] == failing
@@ -342,13 +395,16 @@ def test_loss_criteria(excess, failing):
     assert not few[0].holds
 
 
-@pytest.mark.parametrize("hits, failing", [
-    ({"exact": 40, "fill-S19": 38, "fill-S15": 2, "fill-S15+digits": 38}, []),
-    ({"exact": 35, "fill-S19": 35, "fill-S15": 0, "fill-S15+digits": 35}, ["recall of exact"]),
-    ({"exact": 40, "fill-S19": 37, "fill-S15": 0, "fill-S15+digits": 40}, ["recall of fill-S19, share of exact"]),
-    ({"exact": 40, "fill-S19": 40, "fill-S15": 3, "fill-S15+digits": 40}, ["recall of fill-S15, share of exact"]),
-    ({"exact": 40, "fill-S19": 40, "fill-S15": 0, "fill-S15+digits": 0}, ["recall of fill-S15+digits, share of exact"]),
-])
+@pytest.mark.parametrize(
+    "hits, failing",
+    [
+        ({"exact": 40, "fill-S19": 38, "fill-S15": 2, "fill-S15+digits": 38}, []),
+        ({"exact": 35, "fill-S19": 35, "fill-S15": 0, "fill-S15+digits": 35}, ["recall of exact"]),
+        ({"exact": 40, "fill-S19": 37, "fill-S15": 0, "fill-S15+digits": 40}, ["recall of fill-S19, share of exact"]),
+        ({"exact": 40, "fill-S19": 40, "fill-S15": 3, "fill-S15+digits": 40}, ["recall of fill-S15, share of exact"]),
+        ({"exact": 40, "fill-S19": 40, "fill-S15": 0, "fill-S15+digits": 0}, ["recall of fill-S15+digits, share of exact"]),
+    ],
+)
 def test_facts_criteria(hits, failing):
     assert [c.name for c in report.facts_criteria(fact_records(hits), 19, 15) if not c.holds] == failing
 

@@ -3,6 +3,7 @@
 The two share no code: the oracle (ridgefill.reference) is NumPy in float64 and reads model and maps with gguf-py.
 Flash attention is off where the bound is tight, because upstream rounds an f32 cache to f16 for it.
 """
+
 from __future__ import annotations
 
 import subprocess
@@ -10,17 +11,22 @@ import subprocess
 import gguf
 import numpy as np
 import pytest
-from threadpoolctl import threadpool_limits
-
 import sidecar_files
 from ridgefill import lib
 from ridgefill import reference as ref
+from threadpoolctl import threadpool_limits
 
 KV_ERROR = 1e-3  # relative, Frobenius, per layer
 LAST_KL = 1e-4  # nats
 MODELS = {
-    "llama": {}, "llama-head32": {"head": 32}, "qwen2": {}, "qwen3": {}, "qwen3moe": {}, "mistral3": {},
-    "mistral3-yarn": {"temperature": True}, "qwen3-head32": {"head": 32},
+    "llama": {},
+    "llama-head32": {"head": 32},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3moe": {},
+    "mistral3": {},
+    "mistral3-yarn": {"temperature": True},
+    "qwen3-head32": {"head": 32},
 }
 N_ROWS, N_TAIL, N_SINK, SPLIT, N_UBATCH = 300, 64, 4, 2, 128
 N_ROWS_SMOLLM2 = 200  # the oracle takes some seconds for them
@@ -56,20 +62,35 @@ def pico_case(pico_model, tmp_path_factory):
 def write_maps(model: lib.Model, path, split: int, seed: int):
     made_for = model.fingerprint(split)
     return sidecar_files.write_sidecar(
-        path, arch=model.architecture, n_layer=model.n_layer, n_embd=model.n_embd, split=split, map_type="f32",
-        tokenizer_sha256=made_for["tokenizer_sha256"], hparams=made_for["hparams"], seed=seed)
+        path,
+        arch=model.architecture,
+        n_layer=model.n_layer,
+        n_embd=model.n_embd,
+        split=split,
+        map_type="f32",
+        tokenizer_sha256=made_for["tokenizer_sha256"],
+        hparams=made_for["hparams"],
+        seed=seed,
+    )
 
 
 def run_engine(model: lib.Model, tokens, fill: ref.Fill, maps=None, flash_attn=False, n_ubatch=N_UBATCH):
     """(K per layer, V per layer, logits of the last row, rows that the engine says it filled)."""
-    with lib.Context(model, len(tokens) + 32, n_ubatch=n_ubatch, flash_attn=flash_attn, type_k="f32", type_v="f32",
-                     n_threads=1) as ctx:
+    with lib.Context(
+        model, len(tokens) + 32, n_ubatch=n_ubatch, flash_attn=flash_attn, type_k="f32", type_v="f32", n_threads=1
+    ) as ctx:
         if fill.mode == ref.EXACT:
             logits, filled = ctx.decode(tokens)[0], np.empty(0, int)
         else:
             logits, prefill = ctx.fill_and_decode(
-                tokens, mode=fill.mode, split=fill.split, n_tail=fill.n_tail, n_sink=fill.n_sink,
-                exact_rows=fill.exact_rows, maps=maps)
+                tokens,
+                mode=fill.mode,
+                split=fill.split,
+                n_tail=fill.n_tail,
+                n_sink=fill.n_sink,
+                exact_rows=fill.exact_rows,
+                maps=maps,
+            )
             logits, filled = logits[0], prefill.filled
         k, v = ([ctx.get_kv(0, il, what, 0, len(tokens)) for il in range(model.n_layer)] for what in "kv")
     return k, v, logits, filled
@@ -115,8 +136,9 @@ def arm_name(fill: ref.Fill) -> str:
 
 
 def with_maps(fill: ref.Fill, path) -> ref.Fill:
-    return ref.Fill(fill.mode, fill.split, fill.n_tail, fill.n_sink, fill.exact_rows,
-                    ref.load_maps(path) if fill.mode == ref.FILL else None)
+    return ref.Fill(
+        fill.mode, fill.split, fill.n_tail, fill.n_sink, fill.exact_rows, ref.load_maps(path) if fill.mode == ref.FILL else None
+    )
 
 
 def run_both(model, weights, path, tokens, fill: ref.Fill, **engine_options):
@@ -158,8 +180,14 @@ def test_the_comparison_sees_a_difference(pico_case, tmp_path, change):
     told = ref.Fill(ref.FILL, SPLIT, N_TAIL, N_SINK, EXACT_ROWS, ref.load_maps(path))
     other = {
         "no maps": lambda: ref.Fill(ref.IDENTITY, SPLIT, N_TAIL, N_SINK, EXACT_ROWS),
-        "other maps": lambda: ref.Fill(ref.FILL, SPLIT, N_TAIL, N_SINK, EXACT_ROWS,
-                                       ref.load_maps(write_maps(model, tmp_path / "other.gguf", SPLIT, seed=4))),
+        "other maps": lambda: ref.Fill(
+            ref.FILL,
+            SPLIT,
+            N_TAIL,
+            N_SINK,
+            EXACT_ROWS,
+            ref.load_maps(write_maps(model, tmp_path / "other.gguf", SPLIT, seed=4)),
+        ),
         "split": lambda: ref.Fill(ref.FILL, SPLIT + 1, N_TAIL, N_SINK, EXACT_ROWS, told.maps),
         "sink": lambda: ref.Fill(ref.FILL, SPLIT, N_TAIL, 0, EXACT_ROWS, told.maps),
         "tail": lambda: ref.Fill(ref.FILL, SPLIT, N_TAIL - 1, N_SINK, EXACT_ROWS, told.maps),
@@ -176,7 +204,9 @@ def smollm2_case(smollm2, patched_lib, tmp_path_factory):
     """SmolLM2: the engine runs it dequantised to f32, the oracle reads the shipped file."""
     folder = tmp_path_factory.mktemp("smollm2")
     f32 = folder / "smollm2-f32.gguf"
-    p = subprocess.run([patched_lib / "llama-quantize", "--allow-requantize", smollm2, f32, "F32"], capture_output=True, text=True)
+    p = subprocess.run(
+        [patched_lib / "llama-quantize", "--allow-requantize", smollm2, f32, "F32"], capture_output=True, text=True, check=False
+    )
     assert p.returncode == 0, p.stderr
     with lib.Model(f32) as model:
         maps = write_maps(model, folder / "maps.gguf", 19, seed=7)
@@ -184,13 +214,17 @@ def smollm2_case(smollm2, patched_lib, tmp_path_factory):
         yield model, ref.Weights(smollm2), maps, model.tokenize(text)[:N_ROWS_SMOLLM2]
 
 
-@pytest.mark.parametrize("fill", [
-    ref.Fill(),
-    ref.Fill(ref.IDENTITY, 15, N_TAIL),
-    ref.Fill(ref.FILL, 19, N_TAIL),
-    ref.Fill(ref.FILL, 19, N_TAIL, 4, EXACT_ROWS[:-2]),
-    ref.Fill(ref.NOFILL, 19, N_TAIL),
-], ids=arm_name)
+@pytest.mark.parametrize(
+    "fill",
+    [
+        ref.Fill(),
+        ref.Fill(ref.IDENTITY, 15, N_TAIL),
+        ref.Fill(ref.FILL, 19, N_TAIL),
+        ref.Fill(ref.FILL, 19, N_TAIL, 4, EXACT_ROWS[:-2]),
+        ref.Fill(ref.NOFILL, 19, N_TAIL),
+    ],
+    ids=arm_name,
+)
 def test_smollm2_equals_the_oracle(smollm2_case, fill):
     model, weights, path, tokens = smollm2_case
     assert len(tokens) == N_ROWS_SMOLLM2

@@ -2,6 +2,7 @@
 
 The model is SmolLM2 dequantised to f32: the same weights, several times faster on CPUs that have no fast path for Q4_1.
 """
+
 from __future__ import annotations
 
 import json
@@ -10,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from ridgefill.evaluation import report
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,12 +20,12 @@ BOUNDS = report.Bounds(n_documents=6, n_facts=8, loss=0.06, times=2.0, recall=0.
 
 
 def measure(*args) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, SCRIPT, *map(str, args)], capture_output=True, text=True)
+    return subprocess.run([sys.executable, SCRIPT, *map(str, args)], capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
 def text_set() -> Path:
-    p = subprocess.run([ROOT / "scripts" / "fetch_text.sh"], capture_output=True, text=True)
+    p = subprocess.run([ROOT / "scripts" / "fetch_text.sh"], capture_output=True, text=True, check=False)
     assert p.returncode == 0, p.stderr
     return ROOT / "out" / "text"
 
@@ -35,7 +35,9 @@ def measured(patched_lib, smollm2, text_set, tmp_path_factory) -> dict:
     """The result file of a reduced measurement; the command must have found every criterion to hold."""
     folder = tmp_path_factory.mktemp("quality")
     f32 = folder / "smollm2-f32.gguf"
-    p = subprocess.run([patched_lib / "llama-quantize", "--allow-requantize", smollm2, f32, "F32"], capture_output=True, text=True)
+    p = subprocess.run(
+        [patched_lib / "llama-quantize", "--allow-requantize", smollm2, f32, "F32"], capture_output=True, text=True, check=False
+    )
     assert p.returncode == 0, p.stderr
     out = folder / "quality.json"
     p = measure("--reduced", "--model", f32, "--text", text_set, "--out", out, "--fresh")
@@ -71,7 +73,9 @@ def test_maps_swapped_for_identity_are_found_out(measured):
 def test_digit_rows_that_are_not_run_exactly_are_found_out(measured):
     records = measured["digits"]["items"]
     assert failing(report.facts_criteria(records, DEEP, SHALLOW, BOUNDS)) == []
-    found = failing(report.facts_criteria(swapped(records, f"fill-S{SHALLOW}+digits", f"fill-S{SHALLOW}"), DEEP, SHALLOW, BOUNDS))
+    found = failing(
+        report.facts_criteria(swapped(records, f"fill-S{SHALLOW}+digits", f"fill-S{SHALLOW}"), DEEP, SHALLOW, BOUNDS)
+    )
     assert found == [f"recall of fill-S{SHALLOW}+digits, share of exact"]
 
 
@@ -92,15 +96,18 @@ def test_records_say_what_was_filled(measured):
             assert r["n_chosen"] >= 7 and r["n_value_filled"] == 0
 
 
-@pytest.mark.parametrize("args, message", [
-    (["--sets", "loss,poems"], "sets: expected some of loss, digits, words, found poems"),
-    (["--loss-arms", "exact,fill-S99"], "fill-S99: expected maps of split layer 99, found"),
-    (["--loss-arms", "exact,fill"], "expected a split layer for the ridge modes"),
-    (["--text", "/nonexistent"], "no such file or folder: /nonexistent"),
-    (["--maps", "/nonexistent.gguf"], "/nonexistent.gguf"),
-    (["--filler", "poems"], "filler: expected sources among austen, "),
-    (["--documents", "41"], "expected at least 41 documents, found 40"),
-])
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["--sets", "loss,poems"], "sets: expected some of loss, digits, words, found poems"),
+        (["--loss-arms", "exact,fill-S99"], "fill-S99: expected maps of split layer 99, found"),
+        (["--loss-arms", "exact,fill"], "expected a split layer for the ridge modes"),
+        (["--text", "/nonexistent"], "no such file or folder: /nonexistent"),
+        (["--maps", "/nonexistent.gguf"], "/nonexistent.gguf"),
+        (["--filler", "poems"], "filler: expected sources among austen, "),
+        (["--documents", "41"], "expected at least 41 documents, found 40"),
+    ],
+)
 def test_user_errors_are_messages(patched_lib, smollm2, text_set, tmp_path, args, message):
     p = measure("--reduced", "--out", tmp_path / "q.json", *args)
     assert p.returncode not in (0, 1) and "Traceback" not in p.stderr

@@ -4,6 +4,7 @@ Data passes the modules in this order: `texts` (documents and windows), `arms` (
 `loss` and `facts` (records of one item), `stats` (intervals over items), `report` (summaries, criteria, tables).
 An evaluation fails closed: a missing, double or non-finite value stops it with an EvaluationError.
 """
+
 from .arms import Arm, Engine
 from .errors import EvaluationError
 

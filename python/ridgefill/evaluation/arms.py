@@ -1,4 +1,5 @@
 """Arms: the ways in which an evaluation puts a prompt into the cache, and the engine that does it."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -105,12 +106,13 @@ class Engine:
         if arm.mode == "exact":
             return list(prompt), 0, Filled(len(prompt), np.empty(0, np.int32), ())
         chosen = self.choose(arm.rows, prompt, n_tail, seed)
-        p = self.ctx.prefill(prompt, mode=arm.mode, split=arm.split, n_tail=n_tail, n_sink=self.n_sink, exact_rows=chosen,
-                             maps=self._maps(arm)).run()
+        p = self.ctx.prefill(
+            prompt, mode=arm.mode, split=arm.split, n_tail=n_tail, n_sink=self.n_sink, exact_rows=chosen, maps=self._maps(arm)
+        ).run()
         expected = np.setdiff1d(np.arange(self.n_sink, len(prompt) - n_tail), chosen)
         if not np.array_equal(p.filled, expected):
             raise EvaluationError(f"{arm.name}: expected {len(expected)} filled rows, found {len(p.filled)} or others")
-        return list(prompt[p.n_done:]), p.n_done, Filled(len(prompt), p.filled, tuple(chosen))
+        return list(prompt[p.n_done :]), p.n_done, Filled(len(prompt), p.filled, tuple(chosen))
 
     def choose(self, rows: str, prompt: Sequence[int], n_tail: int, seed: int) -> list[int]:
         """Exact rows of the prefix: none, the digit tokens, or as many random ones drawn by `seed`."""
@@ -120,15 +122,18 @@ class Engine:
         digits = lib.select_rows("digits", self.model, prompt, *span)
         if rows == "digits" or not digits:
             return digits
-        return lib.select_rows("random", self.model, prompt, *span, budget=len(digits),
-                               seed=int(rng(seed, "random rows").integers(2**31)))
+        return lib.select_rows(
+            "random", self.model, prompt, *span, budget=len(digits), seed=int(rng(seed, "random rows").integers(2**31))
+        )
 
     def require(self, arms: Sequence[Arm]) -> None:
         """Raises EvaluationError for an arm whose maps are not here, or whose split layer the model does not have."""
         for arm in arms:
             self._maps(arm)
             if arm.is_ridge and not 0 < arm.split < self.model.n_layer:
-                raise EvaluationError(f"{arm.name}: expected a split layer from 1 to {self.model.n_layer - 1}, found {arm.split}")
+                raise EvaluationError(
+                    f"{arm.name}: expected a split layer from 1 to {self.model.n_layer - 1}, found {arm.split}"
+                )
 
     def _maps(self, arm: Arm):
         if arm.mode != "fill":

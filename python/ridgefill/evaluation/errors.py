@@ -1,4 +1,5 @@
 """What stops an evaluation."""
+
 from __future__ import annotations
 
 import numpy as np

@@ -5,6 +5,7 @@ One item is one chat prompt: natural text with one sentence that states a fact (
 in order. An answer that gives a number and then goes on with further digits is a hit, and counted as grown beside it:
 where the row after the number is filled, the model may know every digit and not where they end.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -24,13 +25,19 @@ N_ANSWER = 24  # tokens decoded at most: a sentence with a long name and seven d
 # Manuals are the harder filler; they can be asked for.
 FILLER_SOURCES = ("austen",)
 
-FIRST = ("Emily Oliver Clara Henry Alice Martin Laura Peter Nora Simon Greta Victor Hazel Jasper Ingrid Felix Marta Conrad "
-         "Bianca Rufus").split()
-LAST = ("Stone Baker Wells Carter Hughes Morris Foster Grant Fisher Webb Lambert Norris Pruitt Quincy Sandoval Tilden "
-        "Underhill Vance Whitlock Yates").split()
-NOUNS = ("apple river candle mountain pencil garden silver window tiger bridge ocean violin castle lemon rocket forest button "
-         "hammer island pepper saddle thunder velvet walnut anchor basket copper desert eagle feather guitar honey ladder "
-         "marble needle orange pillow rabbit spider turtle").split()
+FIRST = (
+    "Emily Oliver Clara Henry Alice Martin Laura Peter Nora Simon Greta Victor Hazel Jasper Ingrid Felix Marta Conrad "
+    "Bianca Rufus"
+).split()
+LAST = (
+    "Stone Baker Wells Carter Hughes Morris Foster Grant Fisher Webb Lambert Norris Pruitt Quincy Sandoval Tilden "
+    "Underhill Vance Whitlock Yates"
+).split()
+NOUNS = (
+    "apple river candle mountain pencil garden silver window tiger bridge ocean violin castle lemon rocket forest button "
+    "hammer island pepper saddle thunder velvet walnut anchor basket copper desert eagle feather guitar honey ladder "
+    "marble needle orange pillow rabbit spider turtle"
+).split()
 N_DIGITS, N_NOUNS = 7, 3
 SLACK = 24  # rows that a prompt may be short of its length: it is filled up with whole words
 OPENING = "Read the text, then answer the question at the end."
@@ -117,8 +124,9 @@ def sentences(text: str) -> list[str]:
     return [s for s in parts if 20 <= len(s) <= 600]
 
 
-def make_item(model, docs: Sequence[Document], kind: str, seed: int, n_rows: int, n_tail: int, depth: float,
-              n_sink: int = 4) -> FactItem:
+def make_item(
+    model, docs: Sequence[Document], kind: str, seed: int, n_rows: int, n_tail: int, depth: float, n_sink: int = 4
+) -> FactItem:
     """The prompt of a seed: at most n_rows tokens and at least n_rows - SLACK, the fact at `depth` of its filled region.
 
     model  has tokenize, piece and chat
@@ -153,8 +161,9 @@ def make_item(model, docs: Sequence[Document], kind: str, seed: int, n_rows: int
         low, high = (middle, high) if len(with_words(middle)) <= n_rows else (low, middle - 1)
     tokens = with_words(low)
     pieces = [model.piece(t) for t in tokens]
-    item = FactItem(seed, fact, doc.name, depth, tuple(tokens), n_tail, rows_of(pieces, fact.sentence),
-                    rows_of(pieces, fact.value))
+    item = FactItem(
+        seed, fact, doc.name, depth, tuple(tokens), n_tail, rows_of(pieces, fact.sentence), rows_of(pieces, fact.value)
+    )
     check_item(item, pieces, n_rows, n_sink)
     return item
 
@@ -196,11 +205,14 @@ def check_item(item: FactItem, pieces: Sequence[bytes], n_rows: int, n_sink: int
         raise EvaluationError(f"{what}: expected {item.fact.name} in fact and question only, found it {named} times")
 
 
-def make_items(model, docs: Sequence[Document], kind: str, n: int, seed: int, n_rows: int, n_tail: int, n_sink: int = 4,
-               n_depths: int = 8) -> list[FactItem]:
+def make_items(
+    model, docs: Sequence[Document], kind: str, n: int, seed: int, n_rows: int, n_tail: int, n_sink: int = 4, n_depths: int = 8
+) -> list[FactItem]:
     """n items with seeds of their own, at n_depths depths in turn."""
-    return [make_item(model, docs, kind, seed * 10_000 + i, n_rows, n_tail, (i % n_depths + 0.5) / n_depths, n_sink)
-            for i in range(n)]
+    return [
+        make_item(model, docs, kind, seed * 10_000 + i, n_rows, n_tail, (i % n_depths + 0.5) / n_depths, n_sink)
+        for i in range(n)
+    ]
 
 
 def decode_answer(engine: Engine, logits: np.ndarray, fact: Fact) -> str:
@@ -233,11 +245,23 @@ def ask(engine: Engine, arm: Arm, item: FactItem) -> dict:
     if arm.rows == "digits" and item.fact.kind == "digits":
         digits = [r for r in value if re.search(rb"\d", engine.model.piece(item.tokens[r]))]
         if any(r in filled for r in digits):
-            raise EvaluationError(f"{arm.name}, item {item.seed}: expected every digit of the fact exact, found {n_value} filled rows")
+            raise EvaluationError(
+                f"{arm.name}, item {item.seed}: expected every digit of the fact exact, found {n_value} filled rows"
+            )
     return {
-        "arm": arm.name, "kind": item.fact.kind, "seed": item.seed, "document": item.document, "depth": item.depth,
-        "n_rows": len(item.tokens), "n_filled": len(filled), "n_chosen": len(done.chosen),
-        "fact_rows": list(item.fact_rows), "n_fact_filled": n_fact, "n_value_filled": n_value,
-        "value": item.fact.value, "answer": answer, "hit": item.fact.answered(answer),
+        "arm": arm.name,
+        "kind": item.fact.kind,
+        "seed": item.seed,
+        "document": item.document,
+        "depth": item.depth,
+        "n_rows": len(item.tokens),
+        "n_filled": len(filled),
+        "n_chosen": len(done.chosen),
+        "fact_rows": list(item.fact_rows),
+        "n_fact_filled": n_fact,
+        "n_value_filled": n_value,
+        "value": item.fact.value,
+        "answer": answer,
+        "hit": item.fact.answered(answer),
         "grown": item.fact.grown(answer),
     }

@@ -1,4 +1,5 @@
 """Records on disk while a long evaluation runs, so that one that was stopped goes on where it was."""
+
 from __future__ import annotations
 
 import json

@@ -1,4 +1,5 @@
 """Loss of the tokens that follow a prefix, teacher forced, over the cache that an arm leaves."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ def next_logits(engine: Engine, arm: Arm, window: Window, n_tail: int, seed: int
 
     The prefix goes into the cache as the arm says; the scored tokens are decoded exactly over it.
     """
-    prompt, scored = window.tokens[:window.n_prefix], window.tokens[window.n_prefix:]
+    prompt, scored = window.tokens[: window.n_prefix], window.tokens[window.n_prefix :]
     rest, pos0, _ = engine.begin(arm, prompt, n_tail, seed)
     tokens = rest + list(scored[:-1])
     # the prompt's last row predicts the first scored token
@@ -41,7 +42,7 @@ def score_window(engine: Engine, arms: Sequence[Arm], window: Window, n_tail: in
     exact = Arm("exact")
     if exact not in arms:
         raise EvaluationError("expected the arm exact among the arms, found none: the others are compared with it")
-    target = np.array(window.tokens[window.n_prefix:])
+    target = np.array(window.tokens[window.n_prefix :])
     index = np.arange(len(target))
     reference = log_softmax(next_logits(engine, exact, window, n_tail))
     nll, top1, kl = {exact: -reference[index, target]}, {exact: 1.0}, {exact: 0.0}

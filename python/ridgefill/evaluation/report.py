@@ -1,4 +1,5 @@
 """From records of items to summaries, criteria and tables."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -27,7 +28,9 @@ def by_arm(records: Sequence[dict], item: str) -> dict[str, list[dict]]:
     order = list(next(iter(arms.values()), {}))
     for name, found in arms.items():
         if missing := set(order) ^ set(found):
-            raise EvaluationError(f"{name}: expected the same items in every arm, found a difference in {sorted(map(str, missing))[:3]}")
+            raise EvaluationError(
+                f"{name}: expected the same items in every arm, found a difference in {sorted(map(str, missing))[:3]}"
+            )
     return {name: [found[i] for i in order] for name, found in arms.items()}
 
 
@@ -84,7 +87,11 @@ def loss_ratio(records: Sequence[dict], worse: str, better: str) -> dict:
 
 
 def summarise_facts(records: Sequence[dict]) -> dict:
-    """Per arm: hits (and how many of them grew further digits) with a Wilson interval, share of what exact gets, McNemar against exact, and rows."""
+    """Per arm: hits with a Wilson interval and how many of them grew further digits; share of what exact gets; McNemar's
+    test against exact; rows.
+
+    Raises EvaluationError when exact was not measured.
+    """
     arms = by_arm(records, "seed")
     if "exact" not in arms:
         raise EvaluationError(f"facts: expected the arm exact, found {', '.join(arms) or 'none'}")
@@ -94,7 +101,10 @@ def summarise_facts(records: Sequence[dict]) -> dict:
     for name, rows in arms.items():
         k, n = int(hits[name].sum()), len(rows)
         out[name] = {
-            "hits": k, "n": n, "grown": sum(r["grown"] for r in rows), "share": stats.share(k, n, f"hits of {name}").as_dict(),
+            "hits": k,
+            "n": n,
+            "grown": sum(r["grown"] for r in rows),
+            "share": stats.share(k, n, f"hits of {name}").as_dict(),
             "of_exact": k / n_exact if n_exact else None,
             "mcnemar_exact": dataclasses.asdict(stats.mcnemar(hits["exact"], hits[name], name)),
             "rows": float(np.mean([r["n_rows"] for r in rows])),
@@ -163,7 +173,9 @@ def loss_criteria(records: Sequence[dict], deep: int, bounds: Bounds = Bounds())
     return [
         Criterion("documents", summary[fill]["loss"]["n"], ">=", bounds.n_documents),
         Criterion(f"loss of {fill} over exact, nats", summary[fill]["over_exact"]["value"], "<=", bounds.loss),
-        Criterion(f"excess loss of {identity} over that of {fill}", loss_ratio(records, identity, fill)["value"], ">=", bounds.times),
+        Criterion(
+            f"excess loss of {identity} over that of {fill}", loss_ratio(records, identity, fill)["value"], ">=", bounds.times
+        ),
     ]
 
 
@@ -198,17 +210,40 @@ def loss_table(summary: dict, title: str) -> Table:
             table.add_row(name, f"{s['loss']['value']:.3f}")
             continue
         key = s["key_over_exact"]
-        table.add_row(name, f"{s['loss']['value']:.3f}", span(s["over_exact"]), span(key, 2) if key else "-",
-                      f"{s['top1']['value']:.3f}", f"{s['kl']['value']:.3f}")
+        table.add_row(
+            name,
+            f"{s['loss']['value']:.3f}",
+            span(s["over_exact"]),
+            span(key, 2) if key else "-",
+            f"{s['top1']['value']:.3f}",
+            f"{s['kl']['value']:.3f}",
+        )
     return table
 
 
 def facts_table(summary: dict, title: str) -> Table:
-    table = Table("arm", "recalled", "grown", "share [95 %]", "of exact", "p against exact", "filled rows", "chosen rows, median", title=title)
+    table = Table(
+        "arm",
+        "recalled",
+        "grown",
+        "share [95 %]",
+        "of exact",
+        "p against exact",
+        "filled rows",
+        "chosen rows, median",
+        title=title,
+    )
     for name, s in summary.items():
-        table.add_row(name, f"{s['hits']} / {s['n']}", str(s["grown"]), span(s["share"], 2, ""),
-                      "-" if s["of_exact"] is None else f"{s['of_exact']:.2f}", f"{s['mcnemar_exact']['p']:.2g}",
-                      f"{s['filled_rows']:.0f}", f"{s['chosen_rows_median']:.0f}")
+        table.add_row(
+            name,
+            f"{s['hits']} / {s['n']}",
+            str(s["grown"]),
+            span(s["share"], 2, ""),
+            "-" if s["of_exact"] is None else f"{s['of_exact']:.2f}",
+            f"{s['mcnemar_exact']['p']:.2g}",
+            f"{s['filled_rows']:.0f}",
+            f"{s['chosen_rows_median']:.0f}",
+        )
     return table
 
 

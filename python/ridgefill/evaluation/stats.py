@@ -1,4 +1,5 @@
 """Intervals and tests. All of them are scipy's; this module fixes the choices and refuses what cannot be computed."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -62,8 +63,16 @@ def _bootstrap(samples: tuple[np.ndarray, ...], statistic, what: str) -> Estimat
     without_one = [float(statistic(*(np.delete(s, i) for s in samples))) for i in range(n)]
     if np.ptp(without_one) <= 1e-12 * abs(value):
         return Estimate(value, value, value, n)  # BCa is undefined where every resample has the same value
-    found = stats.bootstrap(samples, statistic, paired=len(samples) > 1, vectorized=True, n_resamples=N_RESAMPLES,
-                            confidence_level=LEVEL, method="BCa", rng=np.random.default_rng(SEED)).confidence_interval
+    found = stats.bootstrap(
+        samples,
+        statistic,
+        paired=len(samples) > 1,
+        vectorized=True,
+        n_resamples=N_RESAMPLES,
+        confidence_level=LEVEL,
+        method="BCa",
+        rng=np.random.default_rng(SEED),
+    ).confidence_interval
     low, high = finite([found.low, found.high], f"interval of {what}")
     return Estimate(value, float(low), float(high), n)
 
@@ -92,7 +101,9 @@ def mcnemar(a: Sequence[bool], b: Sequence[bool], what: str = "pairs") -> McNema
     """McNemar's exact test of paired hits: the discordant pairs against a fair coin; p = 1 where there are none."""
     x, y = (np.asarray(v) for v in (a, b))
     if x.dtype != bool or y.dtype != bool or x.shape != y.shape or x.ndim != 1 or not len(x):
-        raise EvaluationError(f"{what}: expected two lists of hits of equal length, found {x.dtype} {x.shape} and {y.dtype} {y.shape}")
+        raise EvaluationError(
+            f"{what}: expected two lists of hits of equal length, found {x.dtype} {x.shape} and {y.dtype} {y.shape}"
+        )
     only_a, only_b = int((x & ~y).sum()), int((~x & y).sum())
     n = only_a + only_b
     return McNemar(only_a, only_b, float(stats.binomtest(only_a, n).pvalue) if n else 1.0)

@@ -1,4 +1,5 @@
 """Text sets: documents of one partition, and windows of tokens cut out of them."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -26,8 +27,10 @@ def documents(folder: str | os.PathLike, partition: str = "evaluation", sources:
     if sources:
         out = [d for d in out if d.source.split()[0] in sources]
     if not out:
-        raise EvaluationError(f"{folder}: expected documents of partition {partition}{' from ' if sources else ''}"
-                              f"{', '.join(sources)}, found none; run scripts/fetch_text.sh")
+        raise EvaluationError(
+            f"{folder}: expected documents of partition {partition}{' from ' if sources else ''}"
+            f"{', '.join(sources)}, found none; run scripts/fetch_text.sh"
+        )
     return out
 
 
@@ -77,7 +80,7 @@ def windows(model, docs: Sequence[Document], n_prefix: int, n_scored: int, seed:
         if room < 0:
             raise EvaluationError(f"{d.name}: expected at least {n_prefix + n_scored} tokens, found {len(tokens)}")
         start = int(rng(seed, d.name).integers(room + 1))
-        out.append(Window(d.name, d.source, start, tuple(tokens[start:start + n_prefix + n_scored]), n_prefix))
+        out.append(Window(d.name, d.source, start, tuple(tokens[start : start + n_prefix + n_scored]), n_prefix))
     return out
 
 

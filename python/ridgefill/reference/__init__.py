@@ -3,6 +3,7 @@
 It is written from the papers' definitions and the models' published graphs and shares no code with what it checks:
 neither libllama nor the rest of this package is imported here. It is slow and plain on purpose.
 """
+
 from .fill import EXACT, FILL, IDENTITY, NOFILL, Fill, load_maps
 from .forward import Result, forward
 from .weights import ReferenceError, Weights

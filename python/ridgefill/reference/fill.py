@@ -1,4 +1,5 @@
 """What RidgeFill does to a prompt: which rows are filled, and what stands in for their layer inputs."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -44,7 +45,7 @@ class Fill:
         """[n_rows] True for each filled row of a prompt."""
         mask = np.zeros(n_rows, dtype=bool)
         if self.mode != EXACT:
-            mask[self.n_sink:max(self.n_sink, n_rows - self.n_tail)] = True
+            mask[self.n_sink : max(self.n_sink, n_rows - self.n_tail)] = True
             mask[list(self.exact_rows)] = False
         return mask
 

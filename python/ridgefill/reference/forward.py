@@ -1,4 +1,5 @@
 """The forward pass of the oracle: all rows at once, layer by layer, float64."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -36,7 +37,7 @@ def forward(weights: Weights, tokens: Sequence[int], fill: Fill = Fill()) -> Res
     h = weights.hparams
     n = len(tokens)
     filled = fill.filled(n)
-    live = np.arange(n)      # rows that run the layer at hand
+    live = np.arange(n)  # rows that run the layer at hand
     x = weights["token_embd.weight"][np.asarray(tokens)]
     x_split = None
     ks, vs, xs = [], [], []
@@ -115,7 +116,7 @@ def _feed_forward(w: Weights, il: int, z: np.ndarray) -> np.ndarray:
     if not h.n_expert:
         return _gated(z, *(w.layer(il, f"ffn_{name}.weight") for name in ("gate", "up", "down")))
     weight = softmax(z @ w.layer(il, "ffn_gate_inp.weight").T)
-    best = np.argsort(-weight, axis=1, kind="stable")[:, :h.n_expert_used]
+    best = np.argsort(-weight, axis=1, kind="stable")[:, : h.n_expert_used]
     share = np.take_along_axis(weight, best, axis=1)
     share = share / share.sum(axis=1, keepdims=True)
     gate, up, down = (w.layer(il, f"ffn_{name}_exps.weight") for name in ("gate", "up", "down"))

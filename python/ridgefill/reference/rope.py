@@ -1,4 +1,5 @@
 """Rotary positions (RoFormer, arXiv 2104.09864) with linear and YaRN scaling (arXiv 2309.00071)."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -44,8 +45,7 @@ def rotate(h: Hparams, x: np.ndarray, positions: np.ndarray, factors=1.0) -> np.
     """x [n, heads, head] turned by its positions [n]; pairs as the architecture stores them."""
     theta, gain = angles(h, positions, factors)
     cos, sin = (f(theta)[:, None, :] * gain for f in (np.cos, np.sin))
-    a, b = (slice(0, None, 2), slice(1, None, 2)) if h.pairs == ADJACENT else \
-           (slice(0, h.head // 2), slice(h.head // 2, None))
+    a, b = (slice(0, None, 2), slice(1, None, 2)) if h.pairs == ADJACENT else (slice(0, h.head // 2), slice(h.head // 2, None))
     out = np.empty_like(x)
     out[..., a] = x[..., a] * cos - x[..., b] * sin
     out[..., b] = x[..., a] * sin + x[..., b] * cos

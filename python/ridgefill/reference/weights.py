@@ -1,4 +1,5 @@
 """Hyper-parameters and tensors of a GGUF, dequantised, as the oracle reads them."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -90,8 +91,10 @@ def _hparams(reader: gguf.GGUFReader, tensors) -> Hparams:
         raise ReferenceError(f"architecture: expected one of {', '.join(PAIRS)}, found {arch}")
     n_head = get(f"{arch}.attention.head_count")
     head = get(f"{arch}.attention.key_length", get(f"{arch}.embedding_length") // n_head)
-    for key, found in (("attention.value_length", get(f"{arch}.attention.value_length", head)),
-                       ("rope.dimension_count", get(f"{arch}.rope.dimension_count", head))):
+    for key, found in (
+        ("attention.value_length", get(f"{arch}.attention.value_length", head)),
+        ("rope.dimension_count", get(f"{arch}.rope.dimension_count", head)),
+    ):
         if found != head:
             raise ReferenceError(f"{arch}.{key}: expected the head size {head}, found {found}")
     fused = [name for name in tensors if name.endswith("attn_qkv.weight")]
@@ -101,17 +104,24 @@ def _hparams(reader: gguf.GGUFReader, tensors) -> Hparams:
     if scaling not in ("none", "linear", "yarn"):
         raise ReferenceError(f"{arch}.rope.scaling.type: expected none, linear or yarn, found {scaling}")
     return Hparams(
-        arch=arch, n_layer=get(f"{arch}.block_count"), n_embd=get(f"{arch}.embedding_length"),
-        n_head=n_head, n_head_kv=get(f"{arch}.attention.head_count_kv", n_head), head=head,
-        eps=get(f"{arch}.attention.layer_norm_rms_epsilon"), theta=get(f"{arch}.rope.freq_base", 10000.0),
-        pairs=PAIRS[arch], n_expert=get(f"{arch}.expert_count", 0),
-        n_expert_used=get(f"{arch}.expert_used_count", 0), rope_scaling=scaling,
+        arch=arch,
+        n_layer=get(f"{arch}.block_count"),
+        n_embd=get(f"{arch}.embedding_length"),
+        n_head=n_head,
+        n_head_kv=get(f"{arch}.attention.head_count_kv", n_head),
+        head=head,
+        eps=get(f"{arch}.attention.layer_norm_rms_epsilon"),
+        theta=get(f"{arch}.rope.freq_base", 10000.0),
+        pairs=PAIRS[arch],
+        n_expert=get(f"{arch}.expert_count", 0),
+        n_expert_used=get(f"{arch}.expert_used_count", 0),
+        rope_scaling=scaling,
         rope_factor=get(f"{arch}.rope.scaling.factor", 1.0),
         rope_attn_factor=get(f"{arch}.rope.scaling.attn_factor", 1.0),
         rope_log_mul=get(f"{arch}.rope.scaling.yarn_log_multiplier", 0.0),
         n_ctx_orig=get(f"{arch}.rope.scaling.original_context_length", get(f"{arch}.context_length")),
         beta_fast=get(f"{arch}.rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=get(f"{arch}.rope.scaling.yarn_beta_slow", 1.0),
-        attention_scale=get(f"{arch}.attention.scale", 0.0) or head ** -0.5,
+        attention_scale=get(f"{arch}.attention.scale", 0.0) or head**-0.5,
         temperature_scale=get(f"{arch}.attention.temperature_scale", 0.0),
     )
