@@ -1,0 +1,525 @@
+// One prompt as a resumable object: two sweeps of at most one ubatch a step (arXiv 2611.09709, figure 5).
+
+#include "llama-ridge-impl.h"
+
+#include "llama-context.h"
+#include "llama-impl.h"
+#include "llama-model.h"
+
+#include <algorithm>
+
+// one ubatch of a sweep: rows are indices into the tokens of the prefill, ascending
+struct ridge_step {
+    llama_ridge_pass_type type;
+    std::vector<int32_t> rows;
+};
+
+struct llama_ridge_prefill {
+    llama_context * ctx = nullptr;
+
+    const llama_ridge_maps * maps = nullptr;
+
+    llama_ridge_params params;
+
+    llama_seq_id seq_id = -1;
+    llama_pos    pos0   = 0;
+
+    std::vector<llama_token> tokens;
+
+    int32_t n_done = 0; // rows for the steps, the others are left to decode()
+
+    std::vector<bool>    exact;    // [n_done]
+    std::vector<int32_t> slot;     // [n_done] row of x_split, -1 for filled rows
+    std::vector<uint32_t> cell;    // [n_done] where the row lives in the cache
+    std::vector<uint32_t> n_kv;    // [n_done] cells that the ubatch of this row attended over in sweep 1
+
+    std::vector<ridge_step> steps;
+
+    size_t i_step = 0;
+    int32_t n_rows_in = 0; // rows that are in the cache
+    bool   failed = false;
+
+    ggml_context_ptr        ctx_x;
+    ggml_backend_buffer_ptr buf_x;
+    ggml_tensor *           x_split = nullptr;
+
+    llama_ridge_prefill_stats stats = {};
+
+    bool done() const { return i_step >= steps.size(); }
+};
+
+namespace {
+
+// Where upstream cuts a prompt: batches of n_batch, ubatches of n_ubatch within them.
+// Returns the first row of each ubatch and n_rows at the end.
+std::vector<int32_t> stock_cuts(int32_t n_rows, int32_t n_batch, int32_t n_ubatch) {
+    std::vector<int32_t> res;
+    for (int32_t b = 0; b < n_rows; b += n_batch) {
+        for (int32_t u = b; u < std::min(b + n_batch, n_rows); u += n_ubatch) {
+            res.push_back(u);
+        }
+    }
+    res.push_back(n_rows);
+    return res;
+}
+
+void plan_rows(llama_ridge_prefill & pf, const int32_t * exact_rows, int32_t n_exact_rows) {
+    const int32_t n_rows = pf.tokens.size();
+    const int32_t n_sink = pf.params.n_sink;
+    const int32_t prefix = std::max(0, n_rows - pf.params.n_tail);
+
+    pf.exact.assign(pf.n_done, pf.params.mode == LLAMA_RIDGE_MODE_PLUMB);
+    for (int32_t i = 0; i < pf.n_done; ++i) {
+        if (pf.pos0 + i < n_sink || i >= prefix) {
+            pf.exact[i] = true;
+        }
+    }
+    for (int32_t k = 0; k < n_exact_rows; ++k) {
+        if (exact_rows[k] < pf.n_done) {
+            pf.exact[exact_rows[k]] = true;
+        }
+    }
+
+    pf.slot.assign(pf.n_done, -1);
+    int32_t n_exact = 0;
+    for (int32_t i = 0; i < pf.n_done; ++i) {
+        if (pf.exact[i]) {
+            pf.slot[i] = n_exact++;
+        }
+    }
+
+    pf.stats.n_rows   = n_rows;
+    pf.stats.n_done   = pf.n_done;
+    pf.stats.n_filled = pf.n_done - n_exact;
+    pf.stats.n_exact  = n_rows - pf.stats.n_filled;
+}
+
+void plan_steps(llama_ridge_prefill & pf, int32_t n_batch, int32_t n_step) {
+    const bool fill = pf.params.mode == LLAMA_RIDGE_MODE_FILL || pf.params.mode == LLAMA_RIDGE_MODE_IDENTITY;
+
+    const auto cuts = stock_cuts(pf.tokens.size(), n_batch, n_step);
+
+    for (size_t c = 0; c + 1 < cuts.size() && cuts[c] < pf.n_done; ++c) {
+        ridge_step step = { LLAMA_RIDGE_PASS_LOWER, {} };
+        bool any_filled = false;
+        for (int32_t i = cuts[c]; i < std::min(cuts[c + 1], pf.n_done); ++i) {
+            step.rows.push_back(i);
+            any_filled = any_filled || !pf.exact[i];
+        }
+        step.type = fill && any_filled ? LLAMA_RIDGE_PASS_FILL : LLAMA_RIDGE_PASS_LOWER;
+        pf.steps.push_back(std::move(step));
+    }
+
+    const size_t n_lower = pf.steps.size();
+    pf.stats.n_steps_lower = n_lower;
+
+    if (pf.stats.n_filled == 0) {
+        // the same shapes as upstream's own ubatches, hence the same bits
+        for (size_t c = 0; c < n_lower; ++c) {
+            pf.steps.push_back({ LLAMA_RIDGE_PASS_UPPER, pf.steps[c].rows });
+        }
+    } else {
+        for (int32_t i = 0; i < pf.n_done; ++i) {
+            if (!pf.exact[i]) {
+                continue;
+            }
+            if (pf.steps.size() == n_lower || (int32_t) pf.steps.back().rows.size() == n_step) {
+                pf.steps.push_back({ LLAMA_RIDGE_PASS_UPPER, {} });
+            }
+            pf.steps.back().rows.push_back(i);
+        }
+    }
+
+    pf.stats.n_steps = pf.steps.size();
+}
+
+// x_S of the exact rows, on the device of the split layer, for as long as the prefill lives
+bool alloc_x_split(llama_ridge_prefill & pf) {
+    const auto & model = pf.ctx->get_model();
+
+    const int64_t n_exact = std::count(pf.exact.begin(), pf.exact.end(), true);
+    if (n_exact == 0) {
+        return true;
+    }
+
+    const ggml_init_params params = { ggml_tensor_overhead(), nullptr, true };
+    pf.ctx_x.reset(ggml_init(params));
+    pf.x_split = ggml_new_tensor_2d(pf.ctx_x.get(), GGML_TYPE_F32, model.hparams.n_embd, n_exact);
+    ggml_set_name(pf.x_split, "ridge_x_split");
+
+    auto * buft = ggml_backend_dev_buffer_type(model.dev_layer(pf.params.split));
+    pf.buf_x.reset(ggml_backend_alloc_ctx_tensors_from_buft(pf.ctx_x.get(), buft));
+
+    return pf.buf_x != nullptr;
+}
+
+llama_ubatch make_ubatch(const llama_ridge_prefill & pf, const std::vector<int32_t> & rows) {
+    const uint32_t n = rows.size();
+    const bool unified = pf.ctx->get_cparams().kv_unified;
+
+    auto data = std::make_shared<llama_ubatch::data_t>();
+
+    data->seq_id_unq  = { pf.seq_id };
+    data->seq_idx     = std::vector<int32_t>(LLAMA_MAX_SEQ, -1);
+    data->seq_idx[pf.seq_id] = 0;
+    data->seq_id_data = std::vector<llama_seq_id>(n, pf.seq_id);
+    data->n_seq_id    = std::vector<int32_t>(n, 1);
+    data->output      = std::vector<int8_t>(n, 0);
+
+    for (uint32_t i = 0; i < n; ++i) {
+        data->token     .push_back(pf.tokens[rows[i]]);
+        data->pos       .push_back(pf.pos0 + rows[i]);
+        data->seq_id    .push_back(&data->seq_id_data[i]);
+        data->batch_idxs.push_back(i);
+    }
+
+    // as the memory's own split would make it: one sequence per token in a unified cache, one long sequence otherwise
+    return {
+        /*.b_equal_seqs =*/ !unified,
+        /*.n_tokens     =*/ n,
+        /*.n_seq_tokens =*/ unified ? 1 : n,
+        /*.n_seqs       =*/ unified ? n : 1,
+        /*.n_seqs_unq   =*/ 1,
+        /*.n_pos        =*/ 1,
+        /*.token        =*/ data->token.data(),
+        /*.embd         =*/ nullptr,
+        /*.pos          =*/ data->pos.data(),
+        /*.n_seq_id     =*/ data->n_seq_id.data(),
+        /*.seq_id       =*/ data->seq_id.data(),
+        /*.seq_id_unq   =*/ data->seq_id_unq.data(),
+        /*.seq_idx      =*/ data->seq_idx.data(),
+        /*.output       =*/ data->output.data(),
+        /*.data         =*/ std::move(data),
+    };
+}
+
+llama_ridge_pass make_pass(const llama_ridge_prefill & pf, const ridge_step & step) {
+    llama_ridge_pass pass = { step.type, pf.params.split, nullptr, pf.x_split, {}, {}, 0 };
+
+    if (pf.params.mode == LLAMA_RIDGE_MODE_FILL) {
+        pass.maps = pf.maps;
+    }
+
+    for (size_t i = 0; i < step.rows.size(); ++i) {
+        if (pf.slot[step.rows[i]] >= 0) {
+            pass.src .push_back(i);
+            pass.rows.push_back(pf.slot[step.rows[i]]);
+        }
+    }
+
+    // what the ubatch that held the last row saw: the same size in both sweeps, whatever came into the cache since
+    if (step.type == LLAMA_RIDGE_PASS_UPPER) {
+        pass.n_kv = pf.n_kv[step.rows.back()];
+    }
+
+    return pass;
+}
+
+// the rows that are in the cache must still be where sweep 1 put them
+bool cache_is_ours(const llama_ridge_prefill & pf, llama_kv_cache & kv) {
+    const auto & cells = llama_ridge_access::cells(kv, pf.seq_id);
+
+    if (kv.seq_pos_max(pf.seq_id) != pf.pos0 + pf.n_rows_in - 1) {
+        return false;
+    }
+    for (int32_t i = 0; i < pf.n_rows_in; ++i) {
+        const uint32_t c = pf.cell[i];
+        if (cells.is_empty(c) || cells.seq_count(c) != 1 || !cells.seq_has(c, pf.seq_id) || cells.pos_get(c) != pf.pos0 + i) {
+            return false;
+        }
+    }
+
+    return true;
+}
+
+int32_t fail_step(llama_ridge_prefill & pf, int32_t status, const char * what) {
+    llama_ridge_prefill_cancel(&pf);
+    pf.failed = true;
+
+    return llama_ridge_fail(status, "step %d of %d: %s; the rows of this prompt were removed from sequence %d",
+            pf.stats.i_step + 1, pf.stats.n_steps, what, pf.seq_id);
+}
+
+// after sweep 1 of a nofill prefill: the upper layers hold nothing for its filled rows
+void mark_nofill(llama_ridge_prefill & pf, llama_kv_cache & kv) {
+    auto & cells = llama_ridge_access::cells(kv, pf.seq_id);
+    for (int32_t i = 0; i < pf.n_done; ++i) {
+        if (!pf.exact[i]) {
+            llama_ridge_nofill_set(cells, pf.cell[i]);
+        }
+    }
+    llama_ridge_access::set_nofill(*pf.ctx, pf.params.split);
+}
+
+bool any_nofill(llama_kv_cache & kv) {
+    for (uint32_t s = 0; s < kv.get_n_seq_max(); ++s) {
+        const auto & cells = llama_ridge_access::cells(kv, s);
+        for (uint32_t i = 0; i < cells.size(); ++i) {
+            if (llama_ridge_nofill_get(cells, i)) {
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
+// fills in defaults; 0 or an error
+int32_t check_params(llama_context & ctx, const llama_ridge_maps * maps, llama_ridge_params & p) {
+    const int32_t n_layer = ctx.get_model().hparams.n_layer();
+
+    if (llama_ridge_mode_name(p.mode) == nullptr || p.mode == LLAMA_RIDGE_MODE_OFF) {
+        return llama_ridge_fail(LLAMA_RIDGE_ERR_ARGUMENT, "mode: expected plumb, identity, nofill or fill, found %d", p.mode);
+    }
+    if (p.mode == LLAMA_RIDGE_MODE_FILL && maps == nullptr) {
+        return llama_ridge_fail(LLAMA_RIDGE_ERR_ARGUMENT, "mode fill needs maps, found none");
+    }
+    if (maps && maps->model != &ctx.get_model()) {
+        return llama_ridge_fail(LLAMA_RIDGE_ERR_ARGUMENT, "the maps were loaded for another model than the context's");
+    }
+    if (p.split < 0 && maps) {
+        p.split = maps->split;
+    }
+    if (p.split < 1 || p.split >= n_layer) {
+        return llama_ridge_fail(LLAMA_RIDGE_ERR_ARGUMENT, "split: expected a layer from 1 to %d, found %d", n_layer - 1, p.split);
+    }
+    if (p.mode == LLAMA_RIDGE_MODE_FILL && p.split != maps->split) {
+        return llama_ridge_fail(LLAMA_RIDGE_ERR_ARGUMENT, "split: the maps were fitted for layer %d, found %d", maps->split, p.split);
+    }
+    if (p.n_tail < 1) {
+        return llama_ridge_fail(LLAMA_RIDGE_ERR_ARGUMENT, "tail: expected at least 1 row, found %d", p.n_tail);
+    }
+    if (p.n_sink < 0) {
+        p.n_sink = maps ? maps->n_sink : 4;
+    }
+    if (p.n_step < 0) {
+        return llama_ridge_fail(LLAMA_RIDGE_ERR_ARGUMENT, "step: expected 0 or more rows, found %d", p.n_step);
+    }
+
+    return LLAMA_RIDGE_OK;
+}
+
+int32_t check_rows(
+        llama_context & ctx, llama_kv_cache & kv, llama_seq_id seq_id, llama_pos pos0,
+        const llama_token * tokens, int32_t n_tokens, const int32_t * exact_rows, int32_t n_exact_rows) {
+    if (seq_id < 0 || (uint32_t) seq_id >= kv.get_n_seq_max()) {
+        return llama_ridge_fail(LLAMA_RIDGE_ERR_ARGUMENT, "sequence: expected 0 to %u, found %d", kv.get_n_seq_max() - 1, seq_id);
+    }
+    if (kv.seq_pos_max(seq_id) + 1 != pos0) {
+        return llama_ridge_fail(LLAMA_RIDGE_ERR_ARGUMENT, "first position: expected %d, the end of sequence %d, found %d",
+                kv.seq_pos_max(seq_id) + 1, seq_id, pos0);
+    }
+    if (n_tokens < 1) {
+        return llama_ridge_fail(LLAMA_RIDGE_ERR_ARGUMENT, "tokens: expected at least 1, found %d", n_tokens);
+    }
+
+    const int32_t n_vocab = ctx.get_model().vocab.n_tokens();
+    for (int32_t i = 0; i < n_tokens; ++i) {
+        if (tokens[i] < 0 || tokens[i] >= n_vocab) {
+            return llama_ridge_fail(LLAMA_RIDGE_ERR_ARGUMENT, "token %d: expected 0 to %d, found %d", i, n_vocab - 1, tokens[i]);
+        }
+    }
+    for (int32_t k = 0; k < n_exact_rows; ++k) {
+        if (exact_rows[k] < 0 || exact_rows[k] >= n_tokens || (k > 0 && exact_rows[k] <= exact_rows[k - 1])) {
+            return llama_ridge_fail(LLAMA_RIDGE_ERR_ARGUMENT,
+                    "exact row %d: expected ascending indices from 0 to %d, found %d", k, n_tokens - 1, exact_rows[k]);
+        }
+    }
+
+    return LLAMA_RIDGE_OK;
+}
+
+// the marks of an earlier nofill prompt may be gone by now; two splits cannot share one mask
+int32_t check_nofill(llama_context & ctx, llama_kv_cache & kv, const llama_ridge_params & p) {
+    const int32_t split = ctx.get_cparams().ridge_nofill;
+    if (split < 0) {
+        return LLAMA_RIDGE_OK;
+    }
+    if (!any_nofill(kv)) {
+        llama_ridge_access::set_nofill(ctx, -1);
+        return LLAMA_RIDGE_OK;
+    }
+    if (p.mode == LLAMA_RIDGE_MODE_NOFILL && p.split != split) {
+        return llama_ridge_fail(LLAMA_RIDGE_ERR_ARGUMENT,
+                "split: the cache holds rows of mode nofill at layer %d, found %d", split, p.split);
+    }
+    return LLAMA_RIDGE_OK;
+}
+
+} // namespace
+
+int32_t llama_ridge_prefill_begin(
+        struct llama_context          * ctx,
+        const struct llama_ridge_maps * maps,
+        struct llama_ridge_params       params,
+        llama_seq_id                    seq_id,
+        llama_pos                       pos0,
+        const llama_token             * tokens,
+        int32_t                         n_tokens,
+        const int32_t                 * exact_rows,
+        int32_t                         n_exact_rows,
+        struct llama_ridge_prefill   ** prefill) {
+    *prefill = nullptr;
+
+    if (const char * reason = llama_ridge_unsupported(ctx)) {
+        return llama_ridge_fail(LLAMA_RIDGE_ERR_UNSUPPORTED, "%s", reason);
+    }
+    if (llama_ridge_access::has_adapters(*ctx)) {
+        return llama_ridge_fail(LLAMA_RIDGE_ERR_UNSUPPORTED,
+                "a LoRA or control vector is active, and the maps were fitted without it");
+    }
+
+    llama_kv_cache & kv = *llama_ridge_access::kv(*ctx);
+
+    int32_t status = check_params(*ctx, maps, params);
+    if (status == LLAMA_RIDGE_OK) {
+        status = check_rows(*ctx, kv, seq_id, pos0, tokens, n_tokens, exact_rows, n_exact_rows);
+    }
+    if (status == LLAMA_RIDGE_OK) {
+        status = check_nofill(*ctx, kv, params);
+    }
+    if (status != LLAMA_RIDGE_OK) {
+        return status;
+    }
+
+    auto pf = std::make_unique<llama_ridge_prefill>();
+
+    pf->ctx    = ctx;
+    pf->maps   = maps;
+    pf->params = params;
+    pf->seq_id = seq_id;
+    pf->pos0   = pos0;
+    pf->tokens.assign(tokens, tokens + n_tokens);
+
+    const int32_t n_batch  = ctx->n_batch();
+    const int32_t n_ubatch = ctx->n_ubatch();
+    const int32_t n_step   = params.n_step > 0 ? std::min(params.n_step, n_ubatch) : n_ubatch;
+
+    // the end of the prompt is upstream's: the ubatch in which it computes the last row, when filling the tail of it
+    const auto cuts = stock_cuts(n_tokens, n_batch, n_ubatch);
+    pf->n_done = cuts[cuts.size() - 2];
+    if (params.mode != LLAMA_RIDGE_MODE_PLUMB) {
+        pf->n_done = std::max(pf->n_done, n_tokens - params.n_tail);
+    }
+
+    plan_rows (*pf, exact_rows, n_exact_rows);
+    plan_steps(*pf, n_batch, n_step);
+
+    pf->cell.resize(pf->n_done);
+    pf->n_kv.resize(pf->n_done);
+
+    if (!alloc_x_split(*pf)) {
+        return llama_ridge_fail(LLAMA_RIDGE_ERR_NO_SPACE, "could not allocate %.1f MiB for the hidden states of the exact rows",
+                std::count(pf->exact.begin(), pf->exact.end(), true)*4.0*ctx->get_model().hparams.n_embd/1024/1024);
+    }
+
+    *prefill = pf.release();
+
+    return LLAMA_RIDGE_OK;
+}
+
+// place the rows of a sweep 1 step; empty if the cache is full
+static llama_kv_cache::slot_info place_lower(llama_kv_cache & kv, const llama_ubatch & ubatch) {
+    const auto sinfos = kv.prepare({ ubatch });
+    return sinfos.empty() ? llama_kv_cache::slot_info {} : sinfos[0];
+}
+
+static llama_kv_cache::slot_info place_upper(const llama_ridge_prefill & pf, const llama_kv_cache & kv, const std::vector<int32_t> & rows) {
+    const uint32_t stream = kv.get_stream(pf.seq_id);
+
+    llama_kv_cache::slot_info res = { stream, stream, { (llama_seq_id) stream }, { {} } };
+    for (int32_t i : rows) {
+        res.idxs[0].push_back(pf.cell[i]);
+    }
+
+    return res;
+}
+
+int32_t llama_ridge_prefill_step(struct llama_ridge_prefill * pf) {
+    if (pf->failed) {
+        return llama_ridge_fail(LLAMA_RIDGE_ERR_STATE, "the prefill has failed or was cancelled");
+    }
+    if (pf->done()) {
+        return LLAMA_RIDGE_DONE;
+    }
+
+    const int64_t t_start = ggml_time_us();
+
+    llama_kv_cache & kv = *llama_ridge_access::kv(*pf->ctx);
+    llama_ridge_access::prepare(*pf->ctx);
+
+    if (!cache_is_ours(*pf, kv)) {
+        return fail_step(*pf, LLAMA_RIDGE_ERR_STATE, "the cache of the sequence was changed meanwhile");
+    }
+
+    const ridge_step & step = pf->steps[pf->i_step];
+    const bool upper = step.type == LLAMA_RIDGE_PASS_UPPER;
+
+    const llama_ubatch ubatch = make_ubatch(*pf, step.rows);
+
+    const auto sinfo = upper ? place_upper(*pf, kv, step.rows) : place_lower(kv, ubatch);
+    if (sinfo.empty()) {
+        return fail_step(*pf, LLAMA_RIDGE_ERR_NO_SPACE, "no free cells in the KV cache");
+    }
+
+    llama_ridge_kv_context mctx(&kv, sinfo, ubatch, make_pass(*pf, step));
+
+    if (llama_ridge_access::compute(*pf->ctx, ubatch, mctx) != GGML_STATUS_SUCCESS) {
+        return fail_step(*pf, LLAMA_RIDGE_ERR_COMPUTE, "the backend could not compute the graph");
+    }
+
+    if (!upper) {
+        for (size_t k = 0; k < step.rows.size(); ++k) {
+            pf->cell[step.rows[k]] = sinfo.idxs[0][k];
+            pf->n_kv[step.rows[k]] = mctx.get_n_kv();
+        }
+        pf->n_rows_in += step.rows.size();
+    }
+
+    pf->i_step++;
+    pf->stats.i_step = pf->i_step;
+    (upper ? pf->stats.t_upper_us : pf->stats.t_lower_us) += ggml_time_us() - t_start;
+
+    if ((int32_t) pf->i_step == pf->stats.n_steps_lower && pf->params.mode == LLAMA_RIDGE_MODE_NOFILL && pf->stats.n_filled > 0) {
+        mark_nofill(*pf, kv);
+    }
+
+    return pf->done() ? LLAMA_RIDGE_DONE : LLAMA_RIDGE_OK;
+}
+
+int32_t llama_ridge_prefill_n_done(const struct llama_ridge_prefill * pf) {
+    return pf->n_done;
+}
+
+int32_t llama_ridge_prefill_filled(const struct llama_ridge_prefill * pf, int32_t * rows, int32_t n_max) {
+    int32_t n = 0;
+    for (int32_t i = 0; i < pf->n_done; ++i) {
+        if (!pf->exact[i]) {
+            if (n < n_max) {
+                rows[n] = i;
+            }
+            n++;
+        }
+    }
+    return n;
+}
+
+struct llama_ridge_prefill_stats llama_ridge_prefill_get_stats(const struct llama_ridge_prefill * pf) {
+    return pf->stats;
+}
+
+void llama_ridge_prefill_cancel(struct llama_ridge_prefill * pf) {
+    if (pf->done() || pf->failed) {
+        return;
+    }
+
+    pf->ctx->get_memory()->seq_rm(pf->seq_id, pf->pos0, -1);
+    pf->n_rows_in = 0;
+    pf->failed    = true;
+}
+
+void llama_ridge_prefill_free(struct llama_ridge_prefill * pf) {
+    if (pf) {
+        llama_ridge_prefill_cancel(pf);
+        delete pf;
+    }
+}
