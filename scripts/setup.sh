@@ -3,7 +3,7 @@
 #
 #   scripts/setup.sh [--stock] [--test]
 #     --stock   also build the unpatched libllama in build-stock/ (the reference of the tests)
-#     --test    also install what the tests need (pytest, torch, ...)
+#     --test    also install what the tests need (pytest, ...)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
