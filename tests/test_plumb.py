@@ -145,7 +145,7 @@ def stock_prompt(run: Run, tokens: list[int]) -> None:
     c = run.case
     n_done = stock_cuts(len(tokens), c.n_batch, UBATCH)[-1]
     cuts = [u for u in stock_cuts(len(tokens), c.n_batch, c.n_step or UBATCH) if u < n_done]
-    for first, end in zip(cuts, [*cuts[1:], n_done], strict=True):
+    for first, end in zip(cuts, [*cuts[1:], n_done]):  # no cuts: nothing before n_done = 0
         run.decode(0, tokens[first:end], "none")
         run.neighbours()
     for _ in cuts:
