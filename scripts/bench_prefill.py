@@ -12,7 +12,8 @@ measured, as stock runs it:
     bound = t_exact / (t_lower + t_upper + t_fill)
     t_lower   stock with the layers from S on cut off the model, all rows
     t_upper   sweep 2, and for the rows left to decode: stock at their place, less the same with the cut model
-    t_fill    sweep 1 with maps less sweep 1 without
+    t_fill    one ubatch of sweep 1 with maps less the same without, median of FILL_PAIRS pairs, times the filled rows:
+              it does not depend on the prompt's length, and would drown in the noise of a long sweep
 """
 from __future__ import annotations
 
@@ -42,6 +43,7 @@ BIN = Path(os.environ.get("RIDGE_BUILD", ROOT / "build")) / "bin"
 SHIPPED = ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 MAPS = ROOT / "models" / "smollm2-135m-instruct.s15.q8_0.ridge.gguf"
 N_CTX, N_BATCH, N_UBATCH = 8192, 2048, 512
+FILL_PAIRS = 20
 
 console = Console(width=max(150, Console().width))
 CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
@@ -107,7 +109,7 @@ class Bench:
     def __init__(self, path: Path, maps: Path, threads: int, clock: str):
         self.model = Model(path)
         self.maps = Maps(self.model, maps)
-        self.split, self.clock = self.maps.split, clock
+        self.split, self.clock, self.threads = self.maps.split, clock, threads
         cut = truncate(path, ROOT / "out" / f"{path.stem}.first{self.split}.gguf", self.split)
         self.cut_model = Model(cut)
         kw = dict(n_ctx=N_CTX, n_batch=N_BATCH, n_ubatch=N_UBATCH, n_threads=threads)
@@ -145,15 +147,29 @@ class Bench:
         rest = tokens[pos:]
         ctx.seq_rm(0, pos)
         timer("rest", lambda: ctx.decode(rest, pos0=pos))
-        for mode in ("fill", "nofill"):
-            ctx.clear()
-            with ctx.prefill(tokens, mode=mode, maps=self.maps, **kw) as p:
-                sweeps(timer, mode, p)
+        ctx.clear()
+        with ctx.prefill(tokens, mode="fill", maps=self.maps, **kw) as p:
+            sweeps(timer, "fill", p)
         self.cut.clear()
         timer("lower", lambda: self.cut.decode(tokens))
         self.cut.seq_rm(0, pos)
         timer("lower rest", lambda: self.cut.decode(rest, pos0=pos))
         return stats
+
+    def fill_unit(self) -> float:
+        """Seconds to fill one row in one upper layer."""
+        tokens = self.text(N_UBATCH + 1)  # one ubatch for sweep 1, one row for decode
+        pairs = []
+        with Context(self.model, n_ctx=2 * N_UBATCH, n_batch=N_BATCH, n_ubatch=N_UBATCH, n_threads=self.threads) as ctx:
+            for i in range(FILL_PAIRS + 1):
+                timer, n_filled = Timer(self.clock), 0
+                for mode in ("fill", "nofill")[:: 1 if i % 2 == 0 else -1]:
+                    ctx.clear()
+                    with ctx.prefill(tokens, mode=mode, maps=self.maps, split=self.split, n_tail=1) as p:
+                        sweeps(timer, mode, p)
+                        n_filled = p.stats["n_filled"]
+                pairs.append(timer.median("fill sweep 1") - timer.median("nofill sweep 1"))
+        return statistics.median(pairs[1:]) / (n_filled * (self.model.n_layer - self.split))  # the first warms up
 
     def run(self, setting: Setting, repeats: int, tick) -> dict:
         tokens = self.text(setting.n)
@@ -167,10 +183,10 @@ class Bench:
     def result(self, setting: Setting, timer: Timer, stats: dict) -> dict:
         m, n_layer = timer.median, self.model.n_layer
         t_upper = m("fill sweep 2") + m("rest") - m("lower rest")
-        t_fill = m("fill sweep 1") - m("nofill sweep 1")
+        fill_unit = self.fill_unit()
+        t_fill = fill_unit * stats["n_filled"] * (n_layer - self.split)
         bound = m("exact") / (m("lower") + t_upper + t_fill)
         ratio = m("exact") / m("filled")
-        fill_unit = t_fill / (stats["n_filled"] * (n_layer - self.split))
         layer_unit = m("exact") / (setting.n * n_layer)
         return {
             **dataclasses.asdict(setting), "split": self.split, "n_filled": stats["n_filled"], "n_exact": stats["n_exact"],
