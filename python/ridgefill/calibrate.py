@@ -1,6 +1,6 @@
-"""Fitting ridge maps for a GGUF model: text -> layer inputs -> sums -> maps -> sidecar, one file per split.
+"""Fitting ridge maps for a GGUF model: text -> layer inputs -> sums -> maps -> sidecar, one file per split and kind.
 
-Every split of one call is fitted in the same pass over the text.
+Every split and kind of one call is fitted in the same pass over the text.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from threadpoolctl import threadpool_limits
 from . import sidecar
 from .capture import Chunk, activations, chunks, select
 from .errors import RidgeError, RidgefillError
+from .kinds import Targets, families
 from .lib import Context, Model
 from .solve import LAMBDAS, Ridge, check_fit
-from .statistics import Moments, memory_bytes
+from .statistics import Moments, about, memory_bytes
 from .text import Document, read_documents
 
 MAX_ROWS = 2048  # of one block of sums
@@ -30,9 +31,10 @@ class Config:
     """What to calibrate and how."""
 
     model: str  # GGUF file
-    out: str  # sidecar; "{split}" in it stands for the split, else with several splits out.gguf becomes out.s19.gguf
+    out: str  # sidecar; see out_path()
     splits: list[int]  # split layers S, 1 <= S <= layers - 2
     text: list[str]  # files and folders
+    kinds: list[str] = field(default_factory=lambda: ["input"])  # of kinds.KINDS
     map_type: str = "q8_0"  # f32, f16 or q8_0
     sink: int = 4  # rows at the start of each sequence that are neither fitted nor filled
     tail: int = 512  # recommended tail, rows
@@ -45,12 +47,15 @@ class Config:
     force: bool = False  # replace existing files
     lambdas: tuple[float, ...] = field(default=LAMBDAS)
 
-    def out_path(self, split: int) -> Path:
-        """File for one split."""
-        if "{split}" in self.out:
-            return Path(self.out.replace("{split}", str(split)))
-        out = Path(self.out)
-        return out if len(self.splits) == 1 else out.with_name(f"{out.stem}.s{split}{out.suffix}")
+    def out_path(self, split: int, kind: str) -> Path:
+        """File for one split and kind: `out` with "{split}" and "{kind}" replaced.
+
+        Where several are fitted and `out` does not name them, out.gguf becomes out.s19.kv.gguf.
+        """
+        out = Path(self.out.replace("{split}", str(split)).replace("{kind}", kind))
+        more = f".s{split}" if len(self.splits) > 1 and "{split}" not in self.out else ""
+        more += f".{kind}" if len(self.kinds) > 1 and "{kind}" not in self.out else ""
+        return out.with_name(f"{out.stem}{more}{out.suffix}")
 
 
 @dataclass(frozen=True)
@@ -58,17 +63,19 @@ class Result:
     """One sidecar that was written."""
 
     path: str
+    kind: str
     split: int
     layers: list[int]
-    lambdas: list[float]
-    r2: list[float]  # held-out, of the maps as written
+    lambdas: dict[str, list[float]]  # by part: "input" of kind input, "k" and "v" of the kv kinds
+    r2: dict[str, list[float]]  # held-out, of the maps as written
     n_tokens: int  # rows fitted
     n_heldout_tokens: int
     seconds: float  # of the whole call
 
     @property
-    def r2_mean(self) -> float:
-        return float(np.mean(self.r2))
+    def r2_mean(self) -> dict[str, float]:
+        """By part, over the layers."""
+        return {part: float(np.mean(r2)) for part, r2 in self.r2.items()}
 
 
 @dataclass(frozen=True)
@@ -103,10 +110,44 @@ def _check(config: Config, model: Model) -> None:
         raise RidgeError(f"{config.model} cannot be filled: {reason}")
 
 
-def _blocks(rows: dict[int, np.ndarray]):
-    n = len(next(iter(rows.values())))
-    for i in range(0, n, MAX_ROWS):
-        yield {il: r[i : i + MAX_ROWS] for il, r in rows.items()}
+class _Sums:
+    """Fitted and held-out moments of every split over the targets of one family of kinds."""
+
+    def __init__(self, targets: Targets, splits: list[int], n_layer: int, n_sink: int):
+        self.targets, self.splits, self.n_sink = targets, splits, n_sink
+        self.layers = range(min(splits) + 1, n_layer)
+        self.moments: dict[str, dict[int, Moments]] = {}  # by part of the text and split
+
+    def _start(self, x: dict[int, np.ndarray], inputs: dict[int, np.ndarray]) -> None:
+        """Take the means of the first chunk, with features x, as origins."""
+        origin_y = {il: self.targets.targets(il, inputs[il][self.n_sink :]).mean(0, dtype=np.float64) for il in self.layers}
+        for part in ("fit", "heldout"):
+            self.moments[part] = {
+                s: Moments(s, x[s].mean(0, dtype=np.float64), {il: o for il, o in origin_y.items() if il > s})
+                for s in self.splits
+            }
+
+    def add(self, part: str, inputs: dict[int, np.ndarray]) -> None:
+        """Add a chunk to "fit" or "heldout": inputs [n, d] of the splits and every layer above, from position 0.
+
+        Sink rows are left out. Row 0 and its neighbours carry massive activations, a hundred times the others': in the fit
+        they would drown every other row, and at run time sink rows are exact anyway.
+        """
+        x = {s: self.targets.features(inputs[s])[self.n_sink :] for s in self.splits}
+        if not self.moments:
+            self._start(x, inputs)
+        moments = self.moments[part]
+        for at in range(0, len(x[self.splits[0]]), MAX_ROWS):
+            rows = slice(at, at + MAX_ROWS)
+            xs = {s: about(x[s][rows], m.origin_x, s) for s, m in moments.items()}
+            for m in moments.values():
+                m.add_features(xs[m.split])
+            for il in self.layers:
+                inside = inputs[il][self.n_sink :][rows]
+                above = [m for m in moments.values() if il > m.split]
+                y = about(self.targets.targets(il, inside), above[0].origin_y[il], il)
+                for m in above:
+                    m.add_targets(il, xs[m.split], y)
 
 
 class Calibration:
@@ -115,12 +156,14 @@ class Calibration:
     def __init__(self, config: Config):
         self.config = config
         self.started = time.monotonic()
-        for split in config.splits:
-            sidecar.check_writable(config.out_path(split), config.force)
+        for split, kind in self._files():
+            sidecar.check_writable(config.out_path(split, kind), config.force)
         documents = read_documents(config.text)
         self.model = Model(config.model, n_gpu_layers=config.gpu_layers)
         try:
             _check(config, self.model)
+            mapped = range(min(config.splits) + 1, self.model.n_layer)
+            self.families = families(config.kinds, config.model, self.model.n_embd, mapped)
             # a width that the map type cannot hold should not show after an hour of work
             sidecar.encode(np.zeros((1, self.model.n_embd)), config.map_type)
             self.fingerprints = {s: self.model.fingerprint(s) for s in config.splits}
@@ -137,6 +180,10 @@ class Calibration:
     def __exit__(self, *_):
         self.model.close()
 
+    def _files(self) -> list[tuple[int, str]]:
+        """Split and kind of each sidecar, in the order in which they are written."""
+        return [(split, kind) for kind in self.config.kinds for split in self.config.splits]
+
     @property
     def layers(self) -> list[int]:
         """Layers whose inputs are captured."""
@@ -146,60 +193,99 @@ class Calibration:
         return [documents[i] for i in sorted({c.document for c in chunk_list})]
 
     def plan(self) -> Plan:
-        c, d = self.config, self.model.n_embd
-        captured = 3 * 4 * c.ctx * d * len(self.layers)  # the library's buffer, our copy, and one set in the making
         return Plan(
             n_documents=len(self._used(self.fit, self.selection.fit)),
             n_heldout_documents=len(self._used(self.heldout, self.selection.heldout)),
             n_tokens=sum(len(k.tokens) for k in self.fit),
             n_heldout_tokens=sum(len(k.tokens) for k in self.heldout),
-            memory_bytes=memory_bytes(d, c.splits, self.model.n_layer) + captured,
+            memory_bytes=self._memory_bytes(),
             memory_available=os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         )
 
-    def _sums(self, report: Report) -> tuple[dict[int, Moments], dict[int, Moments]]:
-        """Fitted and held-out moments by split."""
+    def _memory_bytes(self) -> int:
+        c = self.config
+        # the library's buffer, our copy, and one set in the making
+        need = 3 * 4 * c.ctx * self.model.n_embd * len(self.layers)
+        solving = 0
+        for targets, kinds in self.families:
+            widths = {il: targets.d_out(il) for il in self.layers[1:]}
+            need += sum(memory_bytes(s, targets.d_in, widths) for s in c.splits) + targets.weight_bytes
+            # features of a chunk, float32 and the block in float64
+            need += (4 * c.ctx + 8 * min(c.ctx, MAX_ROWS)) * targets.d_in * len(c.splits)
+            # maps wait as float32 at most until all are solved; the solver works on five square matrices
+            need += sum(4 * targets.d_in * widths[il] for s in c.splits for il in widths if il > s) * len(kinds)
+            solving = max(solving, 8 * 5 * targets.d_in**2)
+        return need + solving
+
+    def _sums(self, report: Report) -> list[_Sums]:
+        """Fitted and held-out moments, by family of kinds."""
         c, total, done = self.config, sum(len(k.tokens) for k in self.fit + self.heldout), 0
-        fit: dict[int, Moments] = {}
-        heldout: dict[int, Moments] = {}
+        sums = [_Sums(targets, c.splits, self.model.n_layer, c.sink) for targets, _ in self.families]
         with Context(self.model, c.ctx, n_batch=c.ctx, n_threads=c.threads) as ctx:
-            for part, chunk_list in ((fit, self.fit), (heldout, self.heldout)):
-                for chunk, rows in zip(chunk_list, activations(ctx, chunk_list, self.layers, c.sink)):
-                    if not fit:
-                        origin = {il: r.mean(0, dtype=np.float64) for il, r in rows.items()}
-                        for split in c.splits:
-                            mapped = list(range(split + 1, self.model.n_layer))
-                            fit[split], heldout[split] = Moments(split, mapped, origin), Moments(split, mapped, origin)
-                    for block in _blocks(rows):
-                        for moments in part.values():
-                            moments.add(block)
+            for part, chunk_list in (("fit", self.fit), ("heldout", self.heldout)):
+                for chunk, inputs in zip(chunk_list, activations(ctx, chunk_list, self.layers)):
+                    for s in sums:
+                        s.add(part, inputs)
                     done += len(chunk.tokens)
                     report("capture", done, total)
-        return fit, heldout
+        return sums
 
-    def _solve(self, fit: Moments, heldout: Moments, report: Report) -> sidecar.Sidecar:
-        """The sidecar of one split, with maps and scores as they are written."""
+    def _solve(self, kind: str, targets: Targets, fit: Moments, heldout: Moments, report: Callable[[], None]) -> sidecar.Sidecar:
+        """The sidecar of one split and kind, with maps and scores as they are written."""
         c, ridge, split = self.config, Ridge(fit, heldout), fit.split
-        lambdas, r2, weights, biases = [], [], [], []
-        for i, il in enumerate(fit.layers):
-            best = ridge.best(il, c.lambdas)
-            stored, weight = sidecar.encode(best.weight, c.map_type)
-            bias = ridge.bias(il, weight).astype(np.float32)
-            lambdas.append(best.lam)
-            r2.append(ridge.r2(il, weight, bias.astype(np.float64)))
-            weights.append(stored)
-            biases.append(bias)
-            report("solve", i + 1, len(fit.layers))
+        parts = sidecar.PARTS[kind]
+        lambdas, r2 = {part: [] for part in parts}, {part: [] for part in parts}
+        weights, biases = [], []
+        for il in fit.layers:
+            rows = []
+            for part in parts:
+                columns = targets.parts(il)[part]
+                best = ridge.best(il, c.lambdas, columns)
+                stored, weight = sidecar.encode(best.weight, c.map_type)
+                bias = ridge.bias(il, weight, columns).astype(np.float32)
+                lambdas[part].append(best.lam)
+                r2[part].append(ridge.r2(il, weight, bias.astype(np.float64), columns))
+                rows.append((stored, bias))
+            weights.append(np.concatenate([stored for stored, _ in rows]))
+            biases.append(np.concatenate([bias for _, bias in rows]))
+            report()
+        return sidecar.Sidecar(
+            self.fingerprints[split], split, c.sink, c.tail, c.map_type, lambdas, r2, weights, biases, self._record(fit, heldout),
+            kind=kind, kv_lengths=[targets.kv_lengths(il) for il in fit.layers] if kind != "input" else [],
+        )  # fmt: skip
+
+    def _record(self, fit: Moments, heldout: Moments) -> sidecar.Calibration:
         used, heldout_used = self._used(self.fit, self.selection.fit), self._used(self.heldout, self.selection.heldout)
-        record = sidecar.Calibration(
+        return sidecar.Calibration(
             sources=sorted({f"{d.source}; {d.licence}" for d in used + heldout_used}),
             n_tokens=fit.n,
             n_documents=len(used),
             n_heldout_tokens=heldout.n,
             n_heldout_documents=len(heldout_used),
-            seed=c.seed,
+            seed=self.config.seed,
         )
-        return sidecar.Sidecar(self.fingerprints[split], split, c.sink, c.tail, c.map_type, lambdas, r2, weights, biases, record)
+
+    def _solve_all(self, sums: list[_Sums], report: Report) -> dict[tuple[int, str], sidecar.Sidecar]:
+        """Sidecars by split and kind."""
+        c, done, total = self.config, 0, sum(self.model.n_layer - 1 - split for split, _ in self._files())
+        found = {}
+
+        def layer_done() -> None:
+            nonlocal done
+            done += 1
+            report("solve", done, total)
+
+        problems = []
+        for (targets, kinds), s in zip(self.families, sums, strict=True):
+            for kind in kinds:
+                for split in c.splits:
+                    d_in = self.model.n_embd if kind == "kv" else targets.d_in
+                    fit, heldout = (s.moments[part][split].first(d_in) for part in ("fit", "heldout"))
+                    check_fit(fit, heldout, targets.parts)
+                    problems.append((kind, targets, fit, heldout))
+        for kind, targets, fit, heldout in problems:
+            found[fit.split, kind] = self._solve(kind, targets, fit, heldout, layer_done)
+        return found
 
     def run(self, report: Report = lambda stage, done, total: None) -> list[Result]:
         """Capture, solve and write. Nothing is written before every split is solved.
@@ -207,16 +293,24 @@ class Calibration:
         Raises StatisticsError naming the layer when activations cannot be fitted, OutputExists when a file appeared meanwhile.
         """
         with threadpool_limits(self.config.threads):
-            fit, heldout = self._sums(report)
-            for split in self.config.splits:
-                check_fit(fit[split], heldout[split])
-            solved = [self._solve(fit[s], heldout[s], report) for s in self.config.splits]
+            solved = self._solve_all(self._sums(report), report)
         results = []
-        for s in solved:
-            path = self.config.out_path(s.split)
+        for split, kind in self._files():
+            s, path = solved[split, kind], self.config.out_path(split, kind)
             sidecar.write(path, s, self.config.force)
-            n_fit, n_heldout = s.calibration.n_tokens, s.calibration.n_heldout_tokens
-            results.append(Result(str(path), s.split, fit[s.split].layers, s.lambdas, s.r2, n_fit, n_heldout, time.monotonic() - self.started))  # fmt: skip
+            results.append(
+                Result(
+                    path=str(path),
+                    kind=kind,
+                    split=split,
+                    layers=list(range(split + 1, self.model.n_layer)),
+                    lambdas=s.lambdas,
+                    r2=s.r2,
+                    n_tokens=s.calibration.n_tokens,
+                    n_heldout_tokens=s.calibration.n_heldout_tokens,
+                    seconds=time.monotonic() - self.started,
+                )
+            )
         return results
 
 
@@ -227,5 +321,10 @@ def calibrate(config: Config, report: Report = lambda stage, done, total: None) 
 
 
 def result_dict(result: Result) -> dict:
-    """A result as plain data for JSON."""
-    return {**asdict(result), "r2_mean": result.r2_mean}
+    """A result as plain data for JSON, with the score keys of the sidecar: lambda and r2, or lambda_k, r2_k, lambda_v, r2_v."""
+    data = {k: v for k, v in asdict(result).items() if k not in ("lambdas", "r2")}
+    for part in result.r2:
+        data[sidecar.score_key("lambda", part)] = result.lambdas[part]
+        data[sidecar.score_key("r2", part)] = result.r2[part]
+        data[sidecar.score_key("r2_mean", part)] = result.r2_mean[part]
+    return data

@@ -76,17 +76,13 @@ def chunks(model: Model, documents: Iterable[Document], n_ctx: int, n_sink: int,
     return out
 
 
-def activations(ctx: Context, chunk_list: Iterable[Chunk], layers: list[int], n_sink: int) -> Iterator[dict[int, np.ndarray]]:
-    """Inputs of `layers` for each chunk, float32 [n_tokens - n_sink, n_embd]; the first `n_sink` rows are left out.
-
-    Row 0 and its neighbours carry massive activations, a hundred times the others': in the fit they would drown every
-    other row, and at run time sink rows are exact anyway.
-    """
+def activations(ctx: Context, chunk_list: Iterable[Chunk], layers: list[int]) -> Iterator[dict[int, np.ndarray]]:
+    """Inputs of `layers` for each chunk, float32 [n_tokens, n_embd]; row 0 is position 0."""
     ctx.capture(layers)
     try:
         for chunk in chunk_list:
             ctx.clear()
             ctx.decode(chunk.tokens, logits="none")
-            yield {il: ctx.layer_inputs(il)[n_sink:] for il in layers}
+            yield {il: ctx.layer_inputs(il) for il in layers}
     finally:
         ctx.capture(())

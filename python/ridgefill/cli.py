@@ -89,9 +89,10 @@ def _mib(n: int) -> str:
 @calibrate_app.command(epilog=EPILOG)
 def calibrate(
     model: Annotated[str, typer.Argument(help="GGUF model file")],
-    out: Annotated[str, typer.Option(help="sidecar to write; {split} in it stands for the split, else with several splits NAME.gguf becomes NAME.s19.gguf")],
+    out: Annotated[str, typer.Option(help="sidecar to write; {split} and {kind} in it stand for the split and the kind, else with several NAME.gguf becomes NAME.s19.kv.gguf")],
     split: Annotated[list[int], typer.Option(help="split layer S, 1 to layers - 2; may be given several times")],
     text: Annotated[list[str], typer.Option(help="file or folder of text; may be given several times")],
+    kind: Annotated[list[str] | None, typer.Option(help="input: predict layer inputs; kv: keys and values; kv_prev: keys and values, from the row before too; may be given several times [default: input]")] = None,
     map_type: Annotated[str, typer.Option(help="f32, f16 or q8_0")] = "q8_0",
     sink: Annotated[int, typer.Option(help="first rows that are neither fitted nor filled")] = 4,
     tail: Annotated[int, typer.Option(help="recommended tail to record, rows")] = 512,
@@ -104,13 +105,14 @@ def calibrate(
     force: Annotated[bool, typer.Option("--force", help="replace existing files")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="print the result as JSON, and nothing else but errors")] = False,
 ) -> None:
-    """Fit ridge maps for a model and write them as a sidecar, one file per split, in one pass over the text."""
+    """Fit ridge maps for a model and write them as a sidecar, one file per split and kind, in one pass over the text."""
     with _errors_for_people():
         from . import calibrate as c
 
         config = c.Config(
-            model, out, split, text, map_type, sink, tail, seed, n_tokens, heldout_documents, ctx, threads, gpu_layers, force
-        )
+            model, out, split, text, kind or ["input"], map_type, sink, tail, seed, n_tokens, heldout_documents, ctx, threads,
+            gpu_layers, force,
+        )  # fmt: skip
         with c.Calibration(config) as run:
             plan = run.plan()
             if not json_output:
@@ -121,7 +123,7 @@ def calibrate(
                 )
             if plan.memory_bytes > plan.memory_available:
                 print(
-                    f"warning: {_mib(plan.memory_bytes)} needed, {_mib(plan.memory_available)} free: fit fewer splits at a time",
+                    f"warning: {_mib(plan.memory_bytes)} needed, {_mib(plan.memory_available)} free: fit fewer splits or kinds at a time",
                     file=sys.stderr,
                 )
             with _progress(json_output) as report:
@@ -133,13 +135,25 @@ def calibrate(
         _print_result(r)
 
 
+def _score_table(rows: list[dict]) -> Table:
+    """Rows of sidecar.scores()."""
+    table = Table(*(name.replace("r2", "held-out R²").replace("_k", " K").replace("_v", " V") for name in rows[0]))
+    for row in rows:
+        table.add_row(*(f"{v:.2g}" if name.startswith("lambda") else f"{v:.4f}" if name != "layer" else str(v) for name, v in row.items()))
+    return table
+
+
 def _print_result(r) -> None:
-    stdout.print(f"{r.path}: split {r.split}, {r.n_tokens:,} rows fitted", soft_wrap=True)
-    table = Table("layer", "lambda", "held-out R²")
-    for il, lam, r2 in zip(r.layers, r.lambdas, r.r2):
-        table.add_row(str(il), f"{lam:.2g}", f"{r2:.4f}")
-    stdout.print(table)
-    stdout.print(f"mean held-out R² {r.r2_mean:.4f} over {r.n_heldout_tokens:,} rows; {r.seconds:.0f} s")
+    stdout.print(f"{r.path}: kind {r.kind}, split {r.split}, {r.n_tokens:,} rows fitted", soft_wrap=True)
+    rows = []
+    for i, il in enumerate(r.layers):
+        rows.append({"layer": il})
+        for part in r.r2:
+            end = "" if part == "input" else f"_{part}"
+            rows[-1] |= {f"lambda{end}": r.lambdas[part][i], f"r2{end}": r.r2[part][i]}
+    stdout.print(_score_table(rows))
+    means = ", ".join(("" if part == "input" else f"{part.upper()} ") + f"{mean:.4f}" for part, mean in r.r2_mean.items())
+    stdout.print(f"mean held-out R² {means} over {r.n_heldout_tokens:,} rows; {r.seconds:.0f} s")
 
 
 @app.callback()
@@ -167,10 +181,7 @@ def inspect(
             stdout.print(f"  {name} = {value}", soft_wrap=True, highlight=False)
     for source in keys["ridge.calibration.sources"]:
         stdout.print(f"  source: {source}", soft_wrap=True, highlight=False)
-    table = Table("layer", "lambda", "held-out R²")
-    for i, (lam, r2) in enumerate(zip(keys["ridge.lambda"], keys["ridge.r2"])):
-        table.add_row(str(keys["ridge.split"] + 1 + i), f"{lam:.2g}", f"{r2:.4f}")
-    stdout.print(table)
+    stdout.print(_score_table(sidecar.scores(keys)))
 
 
 def calibrate_main() -> None:

@@ -21,6 +21,8 @@ MAP_TYPES = {
     "f16": gguf.GGMLQuantizationType.F16,
     "q8_0": gguf.GGMLQuantizationType.Q8_0,
 }
+# per kind, the parts of a map that have a lambda and a score of their own
+PARTS = {"input": ("input",), "kv": ("k", "v"), "kv_prev": ("k", "v")}
 TOOL = f"ridgefill {__version__}"
 METADATA_HASH = "ridge.metadata_sha256"
 
@@ -47,13 +49,19 @@ class Sidecar:
     sink_rows: int
     tail: int
     map_type: str
-    lambdas: list[float]
-    r2: list[float]
-    weights: list[np.ndarray]  # as encode() returns them: float32, float16 or bytes of blocks, [d, ...]
-    biases: list[np.ndarray]  # float32 [d]
+    lambdas: dict[str, list[float]]  # by part: "input" of kind input, "k" and "v" of the kv kinds
+    r2: dict[str, list[float]]
+    weights: list[np.ndarray]  # as encode() returns them: float32, float16 or bytes of blocks, [d_out, ...]
+    biases: list[np.ndarray]  # float32 [d_out]
     calibration: Calibration
     name: str = ""
-    kind: str = field(default="input")
+    kind: str = "input"
+    kv_lengths: list[tuple[int, int]] = field(default_factory=list)  # the kv kinds: widths of K and V
+
+
+def score_key(name: str, part: str) -> str:
+    """Key, without the `ridge.`, of "lambda" or "r2" of a part of a map."""
+    return name if part == "input" else f"{name}_{part}"
 
 
 def encode(weight: np.ndarray, map_type: str) -> tuple[np.ndarray, np.ndarray]:
@@ -77,7 +85,8 @@ def _add_metadata(w: gguf.GGUFWriter, s: Sidecar, tensors: dict[str, np.ndarray]
     fp, c = s.fingerprint, s.calibration
     w.add_type("adapter")
     w.add_string("adapter.type", "ridge_maps")
-    w.add_string("general.name", s.name or f"Ridge maps for {fp['name']}, split {s.split}")
+    kind = "" if s.kind == "input" else f", kind {s.kind}"
+    w.add_string("general.name", s.name or f"Ridge maps for {fp['name']}, split {s.split}{kind}")
     w.add_uint32("ridge.format_version", FORMAT_VERSION)
     w.add_string("ridge.kind", s.kind)
     w.add_uint32("ridge.split", s.split)
@@ -86,8 +95,13 @@ def _add_metadata(w: gguf.GGUFWriter, s: Sidecar, tensors: dict[str, np.ndarray]
     w.add_uint32("ridge.sink_rows", s.sink_rows)
     w.add_uint32("ridge.tail", s.tail)
     w.add_string("ridge.map_type", s.map_type)
-    w.add_array("ridge.lambda", [float(x) for x in s.lambdas])
-    w.add_array("ridge.r2", [float(x) for x in s.r2])
+    if s.kind != "input":
+        for part, lengths in zip("kv", zip(*s.kv_lengths, strict=True), strict=True):
+            # add_array() would write i32
+            w.add_key_value(f"ridge.{part}_length", list(lengths), gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.UINT32)
+    for name, values in (("lambda", s.lambdas), ("r2", s.r2)):
+        for part in PARTS[s.kind]:
+            w.add_array(f"ridge.{score_key(name, part)}", [float(x) for x in values[part]])
     w.add_string("ridge.model.tokenizer_sha256", fp["tokenizer_sha256"])
     w.add_string("ridge.model.hparams", fp["hparams"])
     w.add_uint32("ridge.model.file_type", fp["file_type"] % 2**32)  # -1: the model does not say
@@ -194,8 +208,15 @@ def inspect(path: str | os.PathLike) -> dict:
     return {"path": str(path), "size": path.stat().st_size, "sha256": sha256, "keys": keys, "tensors": tensors}
 
 
+def scores(keys: dict) -> list[dict]:
+    """Per mapped layer of a file with these keys (`inspect`): layer, lambda and r2, or lambda_k, r2_k, lambda_v, r2_v."""
+    names = [score_key(name, part) for part in PARTS[keys["ridge.kind"]] for name in ("lambda", "r2")]
+    layers = range(keys["ridge.split"] + 1, keys["ridge.block_count"])
+    return [{"layer": il, **{name: keys[f"ridge.{name}"][i] for name in names}} for i, il in enumerate(layers)]
+
+
 def maps(path: str | os.PathLike) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """Weight [d, d] and bias [d] in float64 by layer, of a file that inspect() accepts."""
+    """Weight [d_out, d_in] and bias [d_out] in float64 by layer, of a file that inspect() accepts."""
     inspect(path)
     data = {t.name: gguf.quants.dequantize(t.data, t.tensor_type).astype(np.float64) for t in gguf.GGUFReader(path).tensors}
     layers = sorted(int(name.split(".")[1]) for name in data if name.endswith("weight"))

@@ -3,11 +3,12 @@
     minimise  sum_t |y_t - (A x_t + b)|^2 + alpha |A|_F^2        x, y centred by the fitted rows
     A = Y^T X (X^T X + alpha I)^-1,   b = mu_y - A mu_x,   alpha = lambda tr(X^T X) / d
 
-One eigendecomposition of X^T X per split serves every layer and every lambda.
+One eigendecomposition of X^T X per split and kind serves every layer and every lambda.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +26,7 @@ _RANK_TOLERANCE = 1e-12
 
 @dataclass(frozen=True)
 class Map:
-    """One layer's map: x_l = weight @ x_S + bias."""
+    """A map: y_l = weight @ x + bias, or some columns of y_l."""
 
     layer: int
     weight: np.ndarray  # float64 [d_out, d_in]
@@ -34,15 +35,18 @@ class Map:
     r2: float  # held-out R^2 of this map
 
 
-def check_fit(fit: Moments, heldout: Moments) -> None:
-    """Refuse sums from which no trustworthy map follows.
+ALL = slice(None)  # the columns of y_l
+
+
+def check_fit(fit: Moments, heldout: Moments, parts: Callable[[int], Mapping[str, slice]] = lambda il: {"input": ALL}) -> None:
+    """Refuse sums from which no trustworthy map follows. `parts` names the columns of y_l that are scored on their own.
 
     Raises StatisticsError naming the layer for fewer fitted rows than twice the features, no held-out rows, or a layer
-    whose input never varies.
+    whose features or targets never vary.
     """
     if fit.n < 2 * fit.width:
         raise StatisticsError(
-            f"layer {fit.split}: expected at least {2 * fit.width} rows to fit (twice its width of {fit.width}), found {fit.n}"
+            f"layer {fit.split}: expected at least {2 * fit.width} rows to fit (twice its {fit.width} features), found {fit.n}"
         )
     if heldout.n < 2:
         raise StatisticsError(f"layer {fit.split}: expected held-out rows, found {heldout.n}")
@@ -50,15 +54,23 @@ def check_fit(fit: Moments, heldout: Moments) -> None:
     if not x_spread > 0:
         raise StatisticsError(f"layer {fit.split}: its input is the same in all {fit.n} fitted rows")
     for il in fit.layers:
-        for name, m in (("fitted", fit), ("held-out", heldout)):
-            if not m.yy[il] - m.sum_y[il] @ m.sum_y[il] / m.n > 0:
-                raise StatisticsError(f"layer {il}: its input is the same in all {m.n} {name} rows")
+        for what, columns in parts(il).items():
+            for name, m in (("fitted", fit), ("held-out", heldout)):
+                if not _spread(m, il, columns) > 0:
+                    raise StatisticsError(f"layer {il}: its {what} is the same in all {m.n} {name} rows")
+
+
+def _spread(m: Moments, il: int, columns: slice) -> float:
+    """Sum of squares of y_l about its mean."""
+    sum_y = m.sum_y[il][columns]
+    return float(m.yy[il][columns].sum() - sum_y @ sum_y / m.n)
 
 
 class Ridge:
     """Solutions for every layer and lambda of one split, scored on held-out sums.
 
-    Vectors live relative to the origins of the moments; `bias` is in the coordinates of the model.
+    Columns of y_l do not depend on each other: each method takes those that it is about. Vectors live relative to the origins
+    of the moments; `bias` is in the coordinates of the model.
     """
 
     def __init__(self, fit: Moments, heldout: Moments):
@@ -74,12 +86,12 @@ class Ridge:
         self.heldout_xx = hxx
         self._hxx_eig = self.vectors.T @ hxx @ self.vectors
 
-    def _mean_y(self, il: int) -> np.ndarray:
-        return self.fit.sum_y[il] / self.fit.n
+    def _mean_y(self, il: int, columns: slice) -> np.ndarray:
+        return self.fit.sum_y[il][columns] / self.fit.n
 
-    def _projected(self, il: int) -> np.ndarray:
+    def _projected(self, il: int, columns: slice) -> np.ndarray:
         """Centred X^T Y of the fitted rows in the eigenbasis, [d_in, d_out]."""
-        return self.vectors.T @ (self.fit.xy[il] - np.outer(self.fit.sum_x, self._mean_y(il)))
+        return self.vectors.T @ (self.fit.xy[il][:, columns] - np.outer(self.fit.sum_x, self._mean_y(il, columns)))
 
     def _inverse(self, lam: float) -> np.ndarray:
         """1 / (eigenvalue + alpha); 0 where both vanish."""
@@ -87,46 +99,45 @@ class Ridge:
         keep = denominator > _RANK_TOLERANCE * self.values[-1]
         return np.divide(1.0, denominator, out=np.zeros_like(denominator), where=keep)
 
-    def weight(self, il: int, lam: float) -> np.ndarray:
+    def weight(self, il: int, lam: float, columns: slice = ALL) -> np.ndarray:
         """A of layer `il` for one lambda, float64 [d_out, d_in]."""
-        return ((self.vectors * self._inverse(lam)) @ self._projected(il)).T
+        return ((self.vectors * self._inverse(lam)) @ self._projected(il, columns)).T
 
-    def bias(self, il: int, weight: np.ndarray) -> np.ndarray:
+    def bias(self, il: int, weight: np.ndarray, columns: slice = ALL) -> np.ndarray:
         """b that makes the map exact for the mean row, whatever rounding `weight` went through."""
-        origin = self.fit.origin
-        return origin[il] + self._mean_y(il) - weight @ (origin[self.fit.split] + self.mean_x)
+        return self.fit.origin_y[il][columns] + self._mean_y(il, columns) - weight @ (self.fit.origin_x + self.mean_x)
 
-    def _heldout_y(self, il: int) -> tuple[np.ndarray, float, float]:
-        """Held-out sums about the fitted means: X^T Y, sum |y|^2; and the total sum of squares about the held-out mean."""
-        h, mu_x, mu_y = self.heldout, self.mean_x, self._mean_y(il)
-        hxy = h.xy[il] - np.outer(h.sum_x, mu_y) - np.outer(mu_x, h.sum_y[il]) + h.n * np.outer(mu_x, mu_y)
-        hyy = h.yy[il] - 2 * h.sum_y[il] @ mu_y + h.n * mu_y @ mu_y
-        return hxy, float(hyy), float(h.yy[il] - h.sum_y[il] @ h.sum_y[il] / h.n)
+    def _heldout_y(self, il: int, columns: slice) -> tuple[np.ndarray, float]:
+        """Held-out sums about the fitted means: X^T Y and sum |y|^2."""
+        h, mu_x, mu_y = self.heldout, self.mean_x, self._mean_y(il, columns)
+        sum_y = h.sum_y[il][columns]
+        hxy = h.xy[il][:, columns] - np.outer(h.sum_x, mu_y) - np.outer(mu_x, sum_y) + h.n * np.outer(mu_x, mu_y)
+        return hxy, float(h.yy[il][columns].sum() - 2 * sum_y @ mu_y + h.n * mu_y @ mu_y)
 
-    def r2_grid(self, il: int, lambdas: tuple[float, ...] = LAMBDAS) -> np.ndarray:
-        """Held-out R^2 of layer `il` for each lambda: 1 - sum|y - y_hat|^2 / sum|y - mean(y)|^2 over all channels."""
-        g = self._projected(il)
-        hxy, hyy, total = self._heldout_y(il)
+    def r2_grid(self, il: int, lambdas: tuple[float, ...] = LAMBDAS, columns: slice = ALL) -> np.ndarray:
+        """Held-out R^2 of layer `il` for each lambda: 1 - sum|y - y_hat|^2 / sum|y - mean(y)|^2 over all its columns."""
+        g = self._projected(il, columns)
+        hxy, hyy = self._heldout_y(il, columns)
         # with A^T = V D G the squared error is a quadratic form in the diagonal D
         linear = np.einsum("ij,ij->i", g, self.vectors.T @ hxy)
         quadratic = self._hxx_eig * (g @ g.T)
         inverse = np.array([self._inverse(lam) for lam in lambdas])
-        error = hyy - 2 * inverse @ linear + np.einsum("ki,ij,kj->k", inverse, quadratic, inverse)
-        return 1 - error / total
+        error = hyy - 2 * inverse @ linear + np.einsum("ki,ki->k", inverse @ quadratic, inverse)
+        return 1 - error / _spread(self.heldout, il, columns)
 
-    def r2(self, il: int, weight: np.ndarray, bias: np.ndarray) -> float:
+    def r2(self, il: int, weight: np.ndarray, bias: np.ndarray, columns: slice = ALL) -> float:
         """Held-out R^2 of a given map of layer `il`, for instance of one as it was rounded for its file."""
-        h, origin = self.heldout, self.fit.origin
-        hxy, hyy, total = self._heldout_y(il)
+        h, mu_y = self.heldout, self._mean_y(il, columns)
+        hxy, hyy = self._heldout_y(il, columns)
         # y - A x - b = (y - mu_y) - A (x - mu_x) - c
-        c = bias + weight @ (origin[self.fit.split] + self.mean_x) - origin[il] - self._mean_y(il)
-        sum_residual = (h.sum_y[il] - h.n * self._mean_y(il)) - weight @ (h.sum_x - h.n * self.mean_x)
+        c = bias + weight @ (self.fit.origin_x + self.mean_x) - self.fit.origin_y[il][columns] - mu_y
+        sum_residual = (h.sum_y[il][columns] - h.n * mu_y) - weight @ (h.sum_x - h.n * self.mean_x)
         error = hyy - 2 * np.vdot(weight.T, hxy) + np.vdot(weight @ self.heldout_xx, weight)
-        return float(1 - (error - 2 * c @ sum_residual + h.n * c @ c) / total)
+        return float(1 - (error - 2 * c @ sum_residual + h.n * c @ c) / _spread(h, il, columns))
 
-    def best(self, il: int, lambdas: tuple[float, ...] = LAMBDAS) -> Map:
+    def best(self, il: int, lambdas: tuple[float, ...] = LAMBDAS, columns: slice = ALL) -> Map:
         """The map of layer `il` with the lambda of the highest held-out R^2."""
-        lam = lambdas[int(np.argmax(self.r2_grid(il, lambdas)))]
-        weight = self.weight(il, lam)
-        bias = self.bias(il, weight)
-        return Map(il, weight, bias, lam, self.r2(il, weight, bias))
+        lam = lambdas[int(np.argmax(self.r2_grid(il, lambdas, columns)))]
+        weight = self.weight(il, lam, columns)
+        bias = self.bias(il, weight, columns)
+        return Map(il, weight, bias, lam, self.r2(il, weight, bias, columns))

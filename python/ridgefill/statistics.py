@@ -1,10 +1,11 @@
 """Sums over rows from which every ridge regression of a model is solved.
 
-One `Moments` belongs to one split layer S and one set of documents; x is the input of layer S, y_l that of layer l > S. It
-holds n, sum(x), sum(y_l), X^T X, X^T Y_l and sum(|y_l|^2) in float64, all taken about fixed origins: the residual stream has
-channels whose mean is far larger than their spread, and sums about zero would lose the spread to rounding.
+One `Moments` belongs to one split layer S, one set of features x and one set of documents; y_l is what the map of layer
+l > S predicts (`kinds`). It holds n, sum(x), sum(y_l), X^T X, X^T Y_l and the squares of y_l in float64, all taken about fixed
+origins: the residual stream has channels whose mean is far larger than their spread, and sums about zero would lose the
+spread to rounding.
 
-Blocks are added one at a time, sets are merged by adding; the result does not depend on where blocks were cut (up to the
+Blocks of rows are added one at a time, sets are merged by adding; the result does not depend on where blocks were cut (up to the
 last bits of float64).
 """
 
@@ -18,48 +19,46 @@ from .errors import StatisticsError
 
 
 class Moments:
-    """Sums for the maps of layers `layers` from the input of layer `split`.
+    """Sums for the maps of layers `origin_y` from features of layer `split`.
 
-    `origin` maps each of those layers and `split` to a vector [d] that is subtracted from its rows; any vector is exact in
-    algebra, one near the mean is exact in numbers.
+    `origin_x` [d_in] and `origin_y` {layer: [d_out]} are what was subtracted from the rows (`about`); any
+    vector is exact in algebra, one near the mean is exact in numbers.
     """
 
-    def __init__(self, split: int, layers: list[int], origin: Mapping[int, np.ndarray]):
-        self.split, self.layers = split, list(layers)
-        self.origin = {il: np.asarray(origin[il], np.float64) for il in [split, *layers]}
-        d = len(self.origin[split])
+    def __init__(self, split: int, origin_x: np.ndarray, origin_y: Mapping[int, np.ndarray]):
+        self.split, self.layers = split, list(origin_y)
+        self.origin_x = np.asarray(origin_x, np.float64)
+        self.origin_y = {il: np.asarray(o, np.float64) for il, o in origin_y.items()}
+        d_in = len(self.origin_x)
         self.n = 0
-        self.sum_x = np.zeros(d)
-        self.xx = np.zeros((d, d))
-        self.sum_y = {il: np.zeros(len(self.origin[il])) for il in layers}
-        self.xy = {il: np.zeros((d, len(self.origin[il]))) for il in layers}
-        self.yy = dict.fromkeys(layers, 0.0)
+        self.sum_x = np.zeros(d_in)
+        self.xx = np.zeros((d_in, d_in))
+        self.sum_y = {il: np.zeros(len(o)) for il, o in self.origin_y.items()}
+        self.xy = {il: np.zeros((d_in, len(o))) for il, o in self.origin_y.items()}
+        self.yy = {il: np.zeros(len(o)) for il, o in self.origin_y.items()}
 
     @property
     def width(self) -> int:
+        """Number of features d_in."""
         return len(self.sum_x)
 
-    def add(self, rows: Mapping[int, np.ndarray]) -> None:
-        """Add a block: the inputs [n, d] of `split` and of every mapped layer, row by row of the same tokens.
-
-        Raises StatisticsError naming the layer whose rows are not finite; the sums are then unchanged.
-        """
-        for il in [self.split, *self.layers]:
-            check_finite(il, rows[il])
-        x = rows[self.split] - self.origin[self.split]
+    def add_features(self, x: np.ndarray) -> None:
+        """Begin a block: its features x [n, d_in] about their origin, float64."""
         self.n += len(x)
         self.sum_x += x.sum(0)
         self.xx += x.T @ x
-        for il in self.layers:
-            y = rows[il] - self.origin[il]
-            self.sum_y[il] += y.sum(0)
-            self.xy[il] += x.T @ y
-            self.yy[il] += float(np.vdot(y, y))
+
+    def add_targets(self, il: int, x: np.ndarray, y: np.ndarray) -> None:
+        """Add what is predicted of layer `il` for the block of features x: y [n, d_out] about its origin, float64."""
+        self.sum_y[il] += y.sum(0)
+        self.xy[il] += x.T @ y
+        self.yy[il] += np.einsum("ij,ij->j", y, y)
 
     def merge(self, other: Moments) -> None:
         """Add the sums of another set over the same layers and origins."""
         assert self.split == other.split and self.layers == other.layers
-        assert all(np.array_equal(self.origin[il], other.origin[il]) for il in self.origin)
+        assert np.array_equal(self.origin_x, other.origin_x)
+        assert all(np.array_equal(self.origin_y[il], other.origin_y[il]) for il in self.layers)
         self.n += other.n
         self.sum_x += other.sum_x
         self.xx += other.xx
@@ -68,20 +67,34 @@ class Moments:
             self.xy[il] += other.xy[il]
             self.yy[il] += other.yy[il]
 
+    def first(self, d_in: int) -> Moments:
+        """The sums of the first `d_in` features alone, sharing memory with these."""
+        part = object.__new__(Moments)
+        part.__dict__ = {**self.__dict__, "origin_x": self.origin_x[:d_in], "sum_x": self.sum_x[:d_in]}
+        part.xx = self.xx[:d_in, :d_in]
+        part.xy = {il: xy[:d_in] for il, xy in self.xy.items()}
+        return part
 
-def check_finite(il: int, rows: np.ndarray) -> None:
-    """Raises StatisticsError naming layer, row and channel of the first value that is not finite."""
-    finite = np.isfinite(rows)
-    if not finite.all():
+
+def about(rows: np.ndarray, origin: np.ndarray, layer: int, what: str = "activations") -> np.ndarray:
+    """Rows [n, d] of `layer` less `origin` [d], float64.
+
+    Raises StatisticsError naming layer, row and channel of the first value that is not finite.
+    """
+    centred = np.subtract(rows, origin, dtype=np.float64)
+    if not np.isfinite(centred.sum()):  # a sum of float64 that came from float32 overflows no other way
+        finite = np.isfinite(rows)
         row, channel = np.argwhere(~finite)[0]
         raise StatisticsError(
-            f"layer {il}: expected finite activations, found {rows[row, channel]} in row {row}, channel {channel} "
+            f"layer {layer}: expected finite {what}, found {rows[row, channel]} in row {row}, channel {channel} "
             f"({int((~finite).sum())} values in this block)"
         )
+    return centred
 
 
-def memory_bytes(n_embd: int, splits: list[int], n_layer: int) -> int:
-    """Bytes of the sums that calibrating `splits` needs: fitted and held-out moments, and the solver's work of one split."""
-    matrices = sum(n_layer - s for s in splits)  # one X^T X and n_layer - 1 - s times X^T Y
-    solver = n_layer - min(splits) + 4
-    return 8 * n_embd**2 * (2 * matrices + solver)
+def memory_bytes(split: int, d_in: int, d_out: Mapping[int, int]) -> int:
+    """Bytes of the sums for one split: of the fitted and of the held-out rows.
+
+    d_in features of layer `split` predict d_out[l] numbers of each layer l; layers up to `split` are left out.
+    """
+    return 2 * 8 * d_in * (d_in + sum(n for il, n in d_out.items() if il > split))
