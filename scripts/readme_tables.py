@@ -69,9 +69,9 @@ def quality(record: dict, part: str) -> str:
         rows = [[arm, f"{s['loss']['value']:.3f}", *(["", ""] if arm == "exact" else [_interval(s["over_exact"]), f"{s['top1']['value']:.3f}"])]
                 for arm, s in summary.items()]
         return _table(["arm", "loss", "over exact, nats [95 % over documents]", "top-1 as exact"], rows)
-    rows = [[arm, f"{s['hits']} of {s['n']}", str(s["grown"]), f"[{s['share']['low']:.2f}, {s['share']['high']:.2f}]", f"{s['filled_rows']:.0f}",
+    rows = [[arm, f"{s['hits']} of {s['n']}", f"[{s['share']['low']:.2f}, {s['share']['high']:.2f}]", f"{s['filled_rows']:.0f}",
              f"{s['chosen_rows_median']:.0f}"] for arm, s in summary.items()]
-    return _table(["arm", "recalled", "goes on", "95 %", "filled rows", "rows chosen to be exact"], rows)
+    return _table(["arm", "recalled", "95 %", "filled rows", "rows chosen to be exact"], rows)
 
 
 RENDER: dict[str, Callable[[dict, str], str]] = {"quickstart": quickstart, "bench-short": short, "bench": bench, "quality": quality}

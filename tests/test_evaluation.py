@@ -217,23 +217,23 @@ def test_other_seeds_are_other_facts(kind):
 
 
 @pytest.mark.parametrize(
-    "answer, hit, grown",
+    "answer, hit",
     [
-        ("The secret number of Nora Vance is 1234567.", True, False),
-        ("1,234,567", True, False),
-        ("1 2 3 4 5 6 7", True, False),
-        ("1234567. It was 99 before.", True, False),
-        ("12345678", True, True),
-        ("01234567", False, False),
-        ("1234568", False, False),
-        ("123456", False, False),
-        ("It is 12. No: 1234567", False, False),
-        ("", False, False),
+        ("The secret number of Nora Vance is 1234567.", True),
+        ("1,234,567", True),
+        ("1 2 3 4 5 6 7", True),
+        ("1234567. It was 99 before.", True),
+        ("12345678", False),
+        ("01234567", False),
+        ("1234568", False),
+        ("123456", False),
+        ("It is 12. No: 1234567", False),
+        ("", False),
     ],
 )
-def test_numbers_are_matched_from_their_first_digit(answer, hit, grown):
+def test_numbers_are_matched_whole(answer, hit):
     fact = facts.Fact("digits", "Nora Vance", "1234567")
-    assert (fact.answered(answer), fact.grown(answer)) == (hit, grown)
+    assert fact.answered(answer) is hit
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_numbers_are_matched_from_their_first_digit(answer, hit, grown):
 )
 def test_words_are_matched_whole_and_in_order(answer, hit):
     fact = facts.Fact("words", "Nora Vance", "apple river candle")
-    assert fact.answered(answer) is hit and not fact.grown(answer)
+    assert fact.answered(answer) is hit
 
 
 @given(
@@ -264,7 +264,7 @@ def test_a_decided_answer_stays_decided(kind, n, end, more):
     fact = facts.Fact(kind, "Nora Vance", "1234567" if kind == "digits" else "apple river candle")
     answer = f"It is {fact.value}"[: 6 + n] + end
     if fact.decided(answer):
-        assert (fact.answered(answer), fact.grown(answer)) == (fact.answered(answer + more), fact.grown(answer + more))
+        assert fact.answered(answer) == fact.answered(answer + more)
     if fact.answered(answer):
         assert fact.decided(answer + "\n")
 
@@ -358,7 +358,6 @@ def fact_records(hits: dict[str, int], n: int = 40) -> list[dict]:
             "arm": arm,
             "seed": i,
             "hit": i < k,
-            "grown": False,
             "n_rows": 1000,
             "n_filled": 0 if arm == "exact" else 900,
             "n_chosen": 7 if "+" in arm else 0,
@@ -467,7 +466,8 @@ def test_arms_change_the_loss_as_they_should(engine, window):
 def test_random_rows_are_as_many_as_the_selector_chooses(engine, window):
     prompt = window.tokens[:200]
     digits = engine.choose("digits", prompt, 64, seed=1)
-    assert digits == [i for i in range(4, 136) if any(c in b"0123456789" for c in engine.model.piece(prompt[i]))]
+    holds = {i for i in range(4, 136) if any(c in b"0123456789" for c in engine.model.piece(prompt[i]))}
+    assert digits == [i for i in range(4, 136) if i in holds or i - 1 in holds]
     random = engine.choose("random", prompt, 64, seed=1)
     assert len(random) == len(digits) > 0 and random != digits
     assert all(4 <= r < 136 for r in random)

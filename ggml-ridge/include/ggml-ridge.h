@@ -51,7 +51,7 @@ extern "C" {
     GGML_RIDGE_API void ggml_ridge_sidecar_free(struct ggml_ridge_sidecar * sc);
 
     GGML_RIDGE_API const char * ggml_ridge_sidecar_hash    (const struct ggml_ridge_sidecar * sc); // sha256 of the file, hex
-    GGML_RIDGE_API const char * ggml_ridge_sidecar_kind    (const struct ggml_ridge_sidecar * sc); // "input"
+    GGML_RIDGE_API const char * ggml_ridge_sidecar_kind    (const struct ggml_ridge_sidecar * sc); // "input", "kv" or "kv_prev"
     GGML_RIDGE_API int32_t      ggml_ridge_sidecar_split   (const struct ggml_ridge_sidecar * sc);
     GGML_RIDGE_API int32_t      ggml_ridge_sidecar_n_layer (const struct ggml_ridge_sidecar * sc);
     GGML_RIDGE_API int32_t      ggml_ridge_sidecar_n_embd  (const struct ggml_ridge_sidecar * sc);
@@ -59,13 +59,21 @@ extern "C" {
     GGML_RIDGE_API int32_t      ggml_ridge_sidecar_n_sink  (const struct ggml_ridge_sidecar * sc);
     GGML_RIDGE_API int32_t      ggml_ridge_sidecar_file_type(const struct ggml_ridge_sidecar * sc); // of the model it was fitted on, -1 if unknown
 
+    // width of the rows of K and V that the map of layer il writes; 0 for kind input and layers without a map
+    GGML_RIDGE_API int32_t      ggml_ridge_sidecar_k_length (const struct ggml_ridge_sidecar * sc, int32_t il);
+    GGML_RIDGE_API int32_t      ggml_ridge_sidecar_v_length (const struct ggml_ridge_sidecar * sc, int32_t il);
+
     // value of a string key, or NULL
     GGML_RIDGE_API const char * ggml_ridge_sidecar_str(const struct ggml_ridge_sidecar * sc, const char * key);
 
     // expected sha256 (hex) of the i-th anchor tensor of the model, NULL past the end
     GGML_RIDGE_API const char * ggml_ridge_sidecar_anchor(const struct ggml_ridge_sidecar * sc, int32_t i, const char ** name);
 
-    // host tensors of layer il (split < il < n_layer): weight [n_embd, n_embd] of the map type, bias [n_embd] f32; else NULL
+    // Host tensors of layer il (split < il < n_layer), else NULL: weight [n_in, n_out] of the map type, bias [n_out] f32.
+    //   input     n_in = n_out = n_embd        from the hidden state at the split to the layer's input
+    //   kv        n_in = n_embd                from the RMS-normalised state to the layer's K (first) and V, before norms
+    //             n_out = k_length + v_length  of K and RoPE
+    //   kv_prev   n_in = 2*n_embd              the same from the row's own state and its predecessor's
     GGML_RIDGE_API const struct ggml_tensor * ggml_ridge_sidecar_weight(const struct ggml_ridge_sidecar * sc, int32_t il);
     GGML_RIDGE_API const struct ggml_tensor * ggml_ridge_sidecar_bias  (const struct ggml_ridge_sidecar * sc, int32_t il);
 
@@ -95,7 +103,8 @@ extern "C" {
     // or n is negative
     GGML_RIDGE_API int32_t ggml_ridge_select_random(int32_t row0, int32_t row1, int32_t n, uint64_t seed, int32_t * rows);
 
-    // every row whose text holds an ASCII digit; the last n_max of them (n_max <= 0: no limit); -1 if row0 is negative.
+    // every row whose text holds an ASCII digit, and the row behind each run of them: from it a reader knows where the
+    // number ends. The last n_max of them (n_max <= 0: no limit); -1 if row0 is negative.
     // pieces and piece_len are indexed by row: row0 to row1 - 1 are read
     GGML_RIDGE_API int32_t ggml_ridge_select_digits(
             int32_t row0, int32_t row1, const char * const * pieces, const int32_t * piece_len, int32_t n_max, int32_t * rows);

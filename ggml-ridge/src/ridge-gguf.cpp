@@ -347,11 +347,19 @@ uint64_t ridge_gguf::get_u64(const std::string & key) const {
     return v;
 }
 
-std::vector<float> ridge_gguf::get_f32s(const std::string & key) const {
-    const ridge_kv & item = find(key, GGUF_TYPE_FLOAT32, true);
-    std::vector<float> out(item.n);
+template <typename T>
+static std::vector<T> numbers_at(const ridge_file & file, const ridge_kv & item) {
+    std::vector<T> out(item.n);
     if (item.n > 0) {
-        memcpy(out.data(), file.data() + item.offset, item.n*sizeof(float));
+        memcpy(out.data(), file.data() + item.offset, item.n*sizeof(T));
     }
     return out;
+}
+
+std::vector<float> ridge_gguf::get_f32s(const std::string & key) const {
+    return numbers_at<float>(file, find(key, GGUF_TYPE_FLOAT32, true));
+}
+
+std::vector<uint32_t> ridge_gguf::get_u32s(const std::string & key) const {
+    return numbers_at<uint32_t>(file, find(key, GGUF_TYPE_UINT32, true));
 }

@@ -65,9 +65,11 @@ int32_t ggml_ridge_select_digits(
     if (row0 < 0) {
         return -1;
     }
+    const auto digit = [&](int32_t row) { return row >= row0 && has_digit(pieces[row], piece_len[row]); };
+
     int32_t n = 0;
     for (int32_t row = row1 - 1; row >= row0 && (n_max <= 0 || n < n_max); --row) {
-        if (has_digit(pieces[row], piece_len[row])) {
+        if (digit(row) || digit(row - 1)) {
             rows[n++] = row;
         }
     }

@@ -32,12 +32,29 @@ struct ggml_ridge_sidecar {
     int32_t n_sink    = 0;
     int32_t file_type = -1;
 
+    // widths of the rows of K and V that the maps of layers split + 1 to n_layer - 1 write; empty for kind input
+    std::vector<uint32_t> k_length;
+    std::vector<uint32_t> v_length;
+
     std::map<std::string, std::string>               strings; // all string keys
     std::vector<std::pair<std::string, std::string>> anchors; // name, sha256
     std::map<std::string, std::string>               sha256;  // of each tensor
 
     std::vector<ggml_tensor *> weights; // of layers split + 1 to n_layer - 1
     std::vector<ggml_tensor *> biases;
+
+    int64_t n_in() const {
+        return kind == "kv_prev" ? 2*int64_t(n_embd) : n_embd;
+    }
+
+    int64_t n_out(int32_t il) const {
+        const size_t i = il - split - 1;
+        return kind == "input" ? n_embd : int64_t(k_length[i]) + v_length[i];
+    }
+
+    int32_t length(const std::vector<uint32_t> & lengths, int32_t il) const {
+        return !lengths.empty() && il > split && il < n_layer ? lengths[il - split - 1] : 0;
+    }
 
     const ggml_tensor * of_layer(const std::vector<ggml_tensor *> & tensors, int32_t il) const {
         return il > split && il < n_layer ? tensors[il - split - 1] : nullptr;
@@ -137,14 +154,30 @@ static ggml_type map_type_from_name(const std::string & name) {
     throw ridge_error("the map type is " + ridge_quote(name) + ", expected 'f32', 'f16' or 'q8_0' (key 'ridge.map_type')");
 }
 
+static void check_count(const ggml_ridge_sidecar & sc, const char * key, size_t found) {
+    const int32_t n_maps = sc.n_layer - 1 - sc.split;
+    if (found != size_t(n_maps)) {
+        throw ridge_error(ridge_format("key '%s' holds %zu numbers, expected %d: one per layer %d to %d",
+            key, found, n_maps, sc.split + 1, sc.n_layer - 1));
+    }
+}
+
+static std::vector<uint32_t> read_lengths(const ggml_ridge_sidecar & sc, const ridge_gguf & gguf, const char * key) {
+    std::vector<uint32_t> res = gguf.get_u32s(key);
+    check_count(sc, key, res.size());
+    for (size_t i = 0; i < res.size(); ++i) {
+        if (res[i] < 1 || res[i] > INT32_MAX) {
+            throw ridge_error(ridge_format("key '%s' is %" PRIu32 " for layer %zu, expected 1 to %d",
+                key, res[i], sc.split + 1 + i, INT32_MAX));
+        }
+    }
+    return res;
+}
+
 // one finite number per mapped layer, at least lo and at most hi
 static void check_per_layer(const ggml_ridge_sidecar & sc, const ridge_gguf & gguf, const char * key, float lo, float hi) {
     const std::vector<float> v = gguf.get_f32s(key);
-    const int32_t       n_maps = sc.n_layer - 1 - sc.split;
-    if (v.size() != size_t(n_maps)) {
-        throw ridge_error(ridge_format("key '%s' holds %zu numbers, expected %d: one per layer %d to %d",
-            key, v.size(), n_maps, sc.split + 1, sc.n_layer - 1));
-    }
+    check_count(sc, key, v.size());
     for (size_t i = 0; i < v.size(); ++i) {
         if (!std::isfinite(v[i]) || v[i] < lo || v[i] > hi) {
             throw ridge_error(ridge_format("key '%s' is %g for layer %zu, expected a finite number from %g to %g",
@@ -176,8 +209,9 @@ static std::vector<std::pair<std::string, std::string>> read_hashes(const ridge_
 
 static void read_keys(ggml_ridge_sidecar & sc, const ridge_gguf & gguf) {
     sc.kind = gguf.get_str("ridge.kind");
-    if (sc.kind != "input") {
-        throw ridge_error("the kind of its maps is " + ridge_quote(sc.kind) + ", expected 'input' (key 'ridge.kind')");
+    if (sc.kind != "input" && sc.kind != "kv" && sc.kind != "kv_prev") {
+        throw ridge_error("the kind of its maps is " + ridge_quote(sc.kind) +
+            ", expected 'input', 'kv' or 'kv_prev' (key 'ridge.kind')");
     }
     sc.map_type  = map_type_from_name(gguf.get_str("ridge.map_type"));
     sc.arch      = gguf.get_str("general.architecture");
@@ -194,8 +228,16 @@ static void read_keys(ggml_ridge_sidecar & sc, const ridge_gguf & gguf) {
             sc.n_embd, n_block, ggml_type_name(sc.map_type)));
     }
 
-    check_per_layer(sc, gguf, "ridge.lambda", 0.0f, HUGE_VALF);
-    check_per_layer(sc, gguf, "ridge.r2", -HUGE_VALF, 1.0f);
+    if (sc.kind != "input") {
+        sc.k_length = read_lengths(sc, gguf, "ridge.k_length");
+        sc.v_length = read_lengths(sc, gguf, "ridge.v_length");
+    }
+    for (const char * part : { "", "_k", "_v" }) {
+        if ((*part == '\0') == (sc.kind == "input")) {
+            check_per_layer(sc, gguf, (std::string("ridge.lambda") + part).c_str(), 0.0f, HUGE_VALF);
+            check_per_layer(sc, gguf, (std::string("ridge.r2")     + part).c_str(), -HUGE_VALF, 1.0f);
+        }
+    }
 
     check_is_sha256("ridge.model.tokenizer_sha256", gguf.get_str("ridge.model.tokenizer_sha256"));
 
@@ -334,10 +376,10 @@ static void check_tensor_set(const ggml_ridge_sidecar & sc, const ridge_gguf & g
         }
         by_name.erase(it);
     };
-    const uint64_t d = sc.n_embd;
     for (int32_t il = sc.split + 1; il < sc.n_layer; ++il) {
-        check(il, "weight", sc.map_type,   { d, d });
-        check(il, "bias",   GGML_TYPE_F32, { d });
+        const uint64_t n_out = sc.n_out(il);
+        check(il, "weight", sc.map_type,   { uint64_t(sc.n_in()), n_out });
+        check(il, "bias",   GGML_TYPE_F32, { n_out });
     }
     if (!by_name.empty()) {
         throw ridge_error(ridge_format("tensor %s does not belong in a sidecar with maps for layers %d to %d",
@@ -437,8 +479,8 @@ static void read_tensors(sidecar_reader & r) {
         const ridge_tensor_info & info = r.gguf.tensors[i];
         const bool           is_weight = info.shape.size() == 2;
         const int32_t               il = atoi(info.name.c_str() + strlen("blk."));
-        ggml_tensor * t = is_weight ? ggml_new_tensor_2d(sc.ctx.get(), sc.map_type,   sc.n_embd, sc.n_embd)
-                                    : ggml_new_tensor_1d(sc.ctx.get(), GGML_TYPE_F32, sc.n_embd);
+        ggml_tensor * t = is_weight ? ggml_new_tensor_2d(sc.ctx.get(), sc.map_type,   sc.n_in(), sc.n_out(il))
+                                    : ggml_new_tensor_1d(sc.ctx.get(), GGML_TYPE_F32, sc.n_out(il));
         ggml_set_name(t, info.name.c_str());
         t->data = const_cast<uint8_t *>(sc.file.data()) + offsets[i];
         (is_weight ? sc.weights : sc.biases)[il - sc.split - 1] = t;
@@ -503,6 +545,8 @@ int32_t      ggml_ridge_sidecar_n_layer  (const ggml_ridge_sidecar * sc) { retur
 int32_t      ggml_ridge_sidecar_n_embd   (const ggml_ridge_sidecar * sc) { return sc->n_embd; }
 int32_t      ggml_ridge_sidecar_n_tail   (const ggml_ridge_sidecar * sc) { return sc->n_tail; }
 int32_t      ggml_ridge_sidecar_n_sink   (const ggml_ridge_sidecar * sc) { return sc->n_sink; }
+int32_t      ggml_ridge_sidecar_k_length (const ggml_ridge_sidecar * sc, int32_t il) { return sc->length(sc->k_length, il); }
+int32_t      ggml_ridge_sidecar_v_length (const ggml_ridge_sidecar * sc, int32_t il) { return sc->length(sc->v_length, il); }
 int32_t      ggml_ridge_sidecar_file_type(const ggml_ridge_sidecar * sc) { return sc->file_type; }
 
 const char * ggml_ridge_sidecar_str(const ggml_ridge_sidecar * sc, const char * key) {

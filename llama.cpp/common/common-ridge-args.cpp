@@ -89,7 +89,7 @@ void common_ridge_add_args(const std::function<void(common_arg)> & add_opt) {
         [](common_params & params, const std::string & value) { params.ridge.n_tail = parse_rows(value); }),
         "LLAMA_ARG_RIDGE_TAIL");
     add(common_arg({"--ridge-rows"}, "{none,random,digits}",
-        "further rows that run exactly: random ones, or every token whose text holds a digit (default: none)",
+        "further rows that run exactly: random ones, or every token that holds a digit and the one behind (default: none)",
         set_rows), "LLAMA_ARG_RIDGE_ROWS");
     add(common_arg({"--ridge-budget"}, "F",
         "most rows chosen by --ridge-rows: a share of the rows before the tail (0 < F < 1) or a number of rows (F >= 1); "

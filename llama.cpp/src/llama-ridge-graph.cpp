@@ -8,7 +8,7 @@
 
 namespace {
 
-// indices of the rows that are kept at the split
+// indices of the rows that are kept at the split, and what the maps of the layers above read
 class llm_graph_input_ridge : public llm_graph_input_i {
 public:
     llm_graph_input_ridge(const llama_ridge_pass & pass) : pass(pass) {}
@@ -22,10 +22,17 @@ public:
         if (rows) {
             ggml_backend_tensor_set(rows, pass.rows.data(), 0, ggml_nbytes(rows));
         }
+        if (last) {
+            const int32_t i_next = 1 - pass.i_prev;
+            ggml_backend_tensor_set(last, &i_next, 0, ggml_nbytes(last));
+        }
     }
 
     ggml_tensor * src  = nullptr; // I32 [n_keep]
     ggml_tensor * rows = nullptr; // I32 [n_keep]
+    ggml_tensor * last = nullptr; // I32 [1]
+
+    ggml_tensor * features = nullptr; // F32 [n_in, n_tokens], for maps that predict K and V
 
 private:
     const llama_ridge_pass pass;
@@ -60,8 +67,18 @@ private:
     const llama_kv_cache_context * mctx;
 };
 
-ggml_tensor * new_index(ggml_context * ctx, const std::vector<int32_t> & idx, const char * name) {
-    ggml_tensor * res = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, idx.size());
+template <typename T>
+T * find_input(const llm_graph_result & res) {
+    for (const auto & input : res.inputs) {
+        if (auto * found = dynamic_cast<T *>(input.get())) {
+            return found;
+        }
+    }
+    return nullptr;
+}
+
+ggml_tensor * new_index(ggml_context * ctx, int64_t n, const char * name) {
+    ggml_tensor * res = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, n);
     ggml_set_input(res);
     ggml_set_name(res, name);
     return res;
@@ -73,14 +90,47 @@ void build_store(ggml_context * ctx, ggml_cgraph * gf, const llama_ridge_pass & 
         return;
     }
 
-    inp.rows = new_index(ctx, pass.rows, "ridge_rows");
+    inp.rows = new_index(ctx, pass.rows.size(), "ridge_rows");
 
     if ((int64_t) pass.src.size() < x->ne[1]) {
-        inp.src = new_index(ctx, pass.src, "ridge_src");
+        inp.src = new_index(ctx, pass.src.size(), "ridge_src");
         x = ggml_get_rows(ctx, x, inp.src);
     }
 
     ggml_build_forward_expand(gf, ggml_set_rows(ctx, pass.x_split, x, inp.rows));
+}
+
+// What maps that predict K and V read: x_S over its root mean square, and for kv_prev the same of the row before.
+ggml_tensor * build_features(ggml_context * ctx, ggml_cgraph * gf, const llama_ridge_pass & pass, llm_graph_input_ridge & inp, ggml_tensor * x, float eps) {
+    const int64_t n = x->ne[1];
+
+    x = ggml_rms_norm(ctx, x, eps);
+
+    if (pass.x_prev == nullptr) {
+        return x;
+    }
+
+    // the old state is read and the new one written in one graph that does not order the two: they lie apart
+    ggml_tensor * first = ggml_view_2d(ctx, pass.x_prev, x->ne[0], 1, pass.x_prev->nb[1], pass.i_prev*pass.x_prev->nb[1]);
+    ggml_tensor * prev  = n == 1 ? first : ggml_concat(ctx, first, ggml_view_2d(ctx, x, x->ne[0], n - 1, x->nb[1], 0), 1);
+    ggml_tensor * last  = ggml_view_2d(ctx, x, x->ne[0], 1, x->nb[1], (n - 1)*x->nb[1]);
+
+    inp.last = new_index(ctx, 1, "ridge_last");
+    ggml_build_forward_expand(gf, ggml_set_rows(ctx, pass.x_prev, last, inp.last));
+
+    return ggml_concat(ctx, x, prev, 0);
+}
+
+// rows of the map's output from `offset` on, in the shape of what they stand in for: [n_head, head, rows] or [n, rows]
+ggml_tensor * view_like(ggml_context * ctx, ggml_tensor * kv, const ggml_tensor * like, int64_t offset) {
+    const int64_t n_tokens = kv->ne[1];
+    const int64_t n        = ggml_nelements(like)/n_tokens;
+
+    if (like->ne[0] == n && like->ne[1] == n_tokens) {
+        return ggml_cont(ctx, ggml_view_2d(ctx, kv, n, n_tokens, kv->nb[1], offset*kv->nb[0]));
+    }
+
+    return ggml_view_3d(ctx, kv, like->ne[0], like->ne[1], n_tokens, like->ne[0]*kv->nb[0], kv->nb[1], offset*kv->nb[0]);
 }
 
 } // namespace
@@ -106,11 +156,15 @@ ggml_tensor * llm_graph_context::build_layer_inp(ggml_tensor * inpL, int il) con
             // the lower layers ran in the first sweep: start over from what they left
             ggml_graph_clear(gf);
 
-            inp->rows = new_index(ctx0, pass.rows, "ridge_rows");
+            inp->rows = new_index(ctx0, pass.rows.size(), "ridge_rows");
             inpL = ggml_get_rows(ctx0, pass.x_split, inp->rows);
         } else {
             ggml_build_forward_expand(gf, inpL); // marks the border, see build_ridge_finish()
             build_store(ctx0, gf, pass, *inp, inpL);
+
+            if (pass.maps && pass.maps->predicts_kv()) {
+                inp->features = build_features(ctx0, gf, pass, *inp, inpL, hparams.f_norm_rms_eps);
+            }
         }
 
         res->add_input(std::move(inp)); // it is never reusable, so the graph is not either
@@ -118,7 +172,7 @@ ggml_tensor * llm_graph_context::build_layer_inp(ggml_tensor * inpL, int il) con
         // arXiv 2611.09709 section 2.2: x_l = A_l x_S + b_l
         inpL = res->t_layer_inp[pass.split];
 
-        if (pass.maps) {
+        if (pass.maps && !pass.maps->predicts_kv()) {
             const auto & map = pass.maps->layers[il];
 
             inpL = ggml_add(ctx0, ggml_mul_mat(ctx0, map.w, inpL), map.b);
@@ -129,6 +183,28 @@ ggml_tensor * llm_graph_context::build_layer_inp(ggml_tensor * inpL, int il) con
     res->t_layer_inp[il] = inpL;
 
     return inpL;
+}
+
+// Maps of the kinds kv and kv_prev predict what the projections would have given; norms and RoPE stay the model's own.
+void llm_graph_context::build_ridge_kv(ggml_tensor *& Kcur, ggml_tensor *& Vcur, int il) const {
+    const auto * mctx_ridge = dynamic_cast<const llama_ridge_kv_context *>(mctx);
+    if (mctx_ridge == nullptr) {
+        return;
+    }
+
+    const auto & pass = mctx_ridge->get_pass();
+
+    if (pass.type != LLAMA_RIDGE_PASS_FILL || il <= pass.split || !pass.maps || !pass.maps->predicts_kv()) {
+        return;
+    }
+
+    const auto & map = pass.maps->layers[il];
+
+    ggml_tensor * kv = ggml_add(ctx0, ggml_mul_mat(ctx0, map.w, find_input<llm_graph_input_ridge>(*res)->features), map.b);
+    cb(kv, "ridge_kv", il);
+
+    Kcur = view_like(ctx0, kv, Kcur, 0);
+    Vcur = view_like(ctx0, kv, Vcur, ggml_nelements(Kcur)/n_tokens);
 }
 
 // A pass exists for what it writes: cache rows and x_S. Keep those writes and what they need; queries, attention, FFN,
@@ -154,7 +230,7 @@ void llm_graph_context::build_ridge_finish() const {
             continue;
         }
 
-        if (pass.type != LLAMA_RIDGE_PASS_LOWER || below_split || node->src[2] == pass.x_split) {
+        if (pass.type != LLAMA_RIDGE_PASS_LOWER || below_split || pass.is_write(node)) {
             roots.push_back(node);
         }
     }
@@ -179,10 +255,8 @@ ggml_tensor * llm_graph_context::build_ridge_kq_mask(llm_graph_input_attn_kv * i
         return inp->get_kq_mask();
     }
 
-    for (const auto & other : res->inputs) {
-        if (const auto * found = dynamic_cast<const llm_graph_input_ridge_mask *>(other.get())) {
-            return found->mask;
-        }
+    if (const auto * found = find_input<llm_graph_input_ridge_mask>(*res)) {
+        return found->mask;
     }
 
     auto cur = std::make_unique<llm_graph_input_ridge_mask>(cparams, inp->mctx);

@@ -17,8 +17,8 @@ struct llama_context;
 // A sidecar on the devices of its layers.
 struct llama_ridge_maps {
     struct layer {
-        ggml_tensor * w = nullptr; // [n_embd, n_embd]
-        ggml_tensor * b = nullptr; // [n_embd]
+        ggml_tensor * w = nullptr; // [n_in, n_out], see ggml_ridge_sidecar_weight()
+        ggml_tensor * b = nullptr; // [n_out]
     };
 
     const llama_model * model = nullptr;
@@ -29,6 +29,9 @@ struct llama_ridge_maps {
 
     std::string kind;
     std::string hash;
+
+    bool predicts_kv() const { return kind != "input"; }
+    bool needs_prev()  const { return kind == "kv_prev"; }
 
     std::vector<layer> layers; // [n_layer], set for il > split
 
@@ -54,10 +57,19 @@ struct llama_ridge_pass {
 
     ggml_tensor * x_split; // F32 [n_embd, n_exact rows], nullptr if no row is exact
 
+    // F32 [n_embd, 2], nullptr unless the maps need it: the normalised state of the last row of the step before in column
+    // i_prev, room for this step's last row in the other
+    ggml_tensor * x_prev;
+    int32_t       i_prev;
+
     std::vector<int32_t> rows; // rows of x_split: written by LOWER and FILL, read by UPPER, in ubatch order
     std::vector<int32_t> src;  // LOWER and FILL: which rows of the ubatch they are
 
     uint32_t n_kv; // UPPER: number of cells to attend over
+
+    bool is_write(const ggml_tensor * node) const { // into what a prefill keeps beside the cache
+        return node->src[2] == x_split || node->src[2] == x_prev;
+    }
 };
 
 // Memory context of one ubatch of a prefill. Models see an ordinary llama_kv_cache_context.

@@ -214,6 +214,22 @@ static bool upload(ridge_alloc & alloc, llama_ridge_maps & maps) {
     return true;
 }
 
+// maps that predict K and V must give rows of the width that the cache holds
+static bool check_lengths(const llama_model & model, const ggml_ridge_sidecar * sc, const llama_ridge_maps & maps) {
+    for (int32_t il = maps.split + 1; maps.predicts_kv() && il < (int32_t) model.hparams.n_layer(); ++il) {
+        const int32_t k = ggml_ridge_sidecar_k_length(sc, il);
+        const int32_t v = ggml_ridge_sidecar_v_length(sc, il);
+
+        if (k != (int32_t) model.hparams.n_embd_k_gqa(il) || v != (int32_t) model.hparams.n_embd_v_gqa(il)) {
+            llama_ridge_fail(LLAMA_RIDGE_ERR_FILE, "the maps of layer %d give %d and %d values for a row of K and V, the model has %u and %u",
+                    il, k, v, model.hparams.n_embd_k_gqa(il), model.hparams.n_embd_v_gqa(il));
+            return false;
+        }
+    }
+
+    return true;
+}
+
 static bool place_all(const llama_model & model, const ggml_ridge_sidecar * sc, llama_ridge_maps & maps) {
     const int32_t n_layer = model.hparams.n_layer();
 
@@ -298,7 +314,7 @@ struct llama_ridge_maps * llama_ridge_maps_load(const struct llama_model * model
         llama_ridge_fail(LLAMA_RIDGE_ERR_FILE, "%s", err);
     }
 
-    if (!sc || !place_all(*model, sc.get(), *maps)) {
+    if (!sc || !check_lengths(*model, sc.get(), *maps) || !place_all(*model, sc.get(), *maps)) {
         LLAMA_LOG_ERROR("%s: ridge maps refused: %s\n", __func__, llama_ridge_last_error());
         return nullptr;
     }

@@ -42,6 +42,7 @@ struct llama_ridge_prefill {
     ggml_context_ptr        ctx_x;
     ggml_backend_buffer_ptr buf_x;
     ggml_tensor *           x_split = nullptr;
+    ggml_tensor *           x_prev  = nullptr; // see llama_ridge_pass
 
     llama_ridge_prefill_stats stats = {};
 
@@ -63,6 +64,10 @@ std::vector<int32_t> stock_cuts(int32_t n_rows, int32_t n_batch, int32_t n_ubatc
     return res;
 }
 
+bool needs_prev(const llama_ridge_prefill & pf) {
+    return pf.params.mode == LLAMA_RIDGE_MODE_FILL && pf.maps->needs_prev();
+}
+
 void plan_rows(llama_ridge_prefill & pf, const int32_t * exact_rows, int32_t n_exact_rows) {
     const int32_t n_rows = pf.tokens.size();
     const int32_t n_sink = pf.params.n_sink;
@@ -73,6 +78,10 @@ void plan_rows(llama_ridge_prefill & pf, const int32_t * exact_rows, int32_t n_e
         if (pf.pos0 + i < n_sink || i >= prefix) {
             pf.exact[i] = true;
         }
+    }
+    // the row before lies in an earlier prompt, and its state was not kept
+    if (needs_prev(pf) && pf.pos0 > 0 && pf.n_done > 0) {
+        pf.exact[0] = true;
     }
     for (int32_t k = 0; k < n_exact_rows; ++k) {
         if (exact_rows[k] < pf.n_done) {
@@ -134,23 +143,35 @@ void plan_steps(llama_ridge_prefill & pf, int32_t n_batch, int32_t n_step) {
 }
 
 // x_S of the exact rows, on the device of the split layer, for as long as the prefill lives
-bool alloc_x_split(llama_ridge_prefill & pf) {
+bool alloc_x(llama_ridge_prefill & pf) {
     const auto & model = pf.ctx->get_model();
 
+    const int64_t n_embd  = model.hparams.n_embd;
     const int64_t n_exact = std::count(pf.exact.begin(), pf.exact.end(), true);
-    if (n_exact == 0) {
+
+    const ggml_init_params params = { 2*ggml_tensor_overhead(), nullptr, true };
+    pf.ctx_x.reset(ggml_init(params));
+
+    if (n_exact > 0) {
+        pf.x_split = ggml_new_tensor_2d(pf.ctx_x.get(), GGML_TYPE_F32, n_embd, n_exact);
+        ggml_set_name(pf.x_split, "ridge_x_split");
+    }
+    if (needs_prev(pf)) {
+        pf.x_prev = ggml_new_tensor_2d(pf.ctx_x.get(), GGML_TYPE_F32, n_embd, 2);
+        ggml_set_name(pf.x_prev, "ridge_x_prev");
+    }
+    if (!pf.x_split && !pf.x_prev) {
         return true;
     }
 
-    const ggml_init_params params = { ggml_tensor_overhead(), nullptr, true };
-    pf.ctx_x.reset(ggml_init(params));
-    pf.x_split = ggml_new_tensor_2d(pf.ctx_x.get(), GGML_TYPE_F32, model.hparams.n_embd, n_exact);
-    ggml_set_name(pf.x_split, "ridge_x_split");
-
     auto * buft = ggml_backend_dev_buffer_type(model.dev_layer(pf.params.split));
     pf.buf_x.reset(ggml_backend_alloc_ctx_tensors_from_buft(pf.ctx_x.get(), buft));
+    if (!pf.buf_x) {
+        return false;
+    }
+    ggml_backend_buffer_clear(pf.buf_x.get(), 0); // no row comes before the first
 
-    return pf.buf_x != nullptr;
+    return true;
 }
 
 llama_ubatch make_ubatch(const llama_ridge_prefill & pf, const std::vector<int32_t> & rows) {
@@ -194,21 +215,27 @@ llama_ubatch make_ubatch(const llama_ridge_prefill & pf, const std::vector<int32
 }
 
 llama_ridge_pass make_pass(const llama_ridge_prefill & pf, const ridge_step & step) {
-    llama_ridge_pass pass = { step.type, pf.params.split, nullptr, pf.x_split, {}, {}, 0 };
+    const bool upper = step.type == LLAMA_RIDGE_PASS_UPPER;
 
-    if (pf.params.mode == LLAMA_RIDGE_MODE_FILL) {
-        pass.maps = pf.maps;
+    llama_ridge_pass pass = { step.type, pf.params.split, nullptr, pf.x_split, nullptr, 0, {}, {}, 0 };
+
+    if (pf.params.mode == LLAMA_RIDGE_MODE_FILL && !upper) {
+        pass.maps   = pf.maps;
+        pass.x_prev = pf.x_prev;
+        pass.i_prev = pf.i_step % 2;
     }
 
     for (size_t i = 0; i < step.rows.size(); ++i) {
         if (pf.slot[step.rows[i]] >= 0) {
-            pass.src .push_back(i);
             pass.rows.push_back(pf.slot[step.rows[i]]);
+            if (!upper) {
+                pass.src.push_back(i);
+            }
         }
     }
 
     // what the ubatch that held the last row saw: the same size in both sweeps, whatever came into the cache since
-    if (step.type == LLAMA_RIDGE_PASS_UPPER) {
+    if (upper) {
         pass.n_kv = pf.n_kv[step.rows.back()];
     }
 
@@ -407,7 +434,7 @@ int32_t llama_ridge_prefill_begin(
     pf->cell.resize(pf->n_done);
     pf->n_kv.resize(pf->n_done);
 
-    if (!alloc_x_split(*pf)) {
+    if (!alloc_x(*pf)) {
         return llama_ridge_fail(LLAMA_RIDGE_ERR_NO_SPACE, "could not allocate %.1f MiB for the hidden states of the exact rows",
                 std::count(pf->exact.begin(), pf->exact.end(), true)*4.0*ctx->get_model().hparams.n_embd/1024/1024);
     }

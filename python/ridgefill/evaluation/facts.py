@@ -2,8 +2,7 @@
 
 One item is one chat prompt: natural text with one sentence that states a fact ("The secret number of Emily Stone is
 4819273."), and a question at the end. The answer is decoded greedily and must give the value: every digit or word of it,
-in order. An answer that gives a number and then goes on with further digits is a hit, and counted as grown beside it:
-where the row after the number is filled, the model may know every digit and not where they end.
+in order, and no further digits behind a number.
 """
 
 from __future__ import annotations
@@ -64,22 +63,18 @@ class Fact:
         return f"What is the password of {self.name}? Answer with the password only."
 
     def answered(self, answer: str) -> bool:
-        """Whether an answer gives the value: its first number begins with the digits, or the words stand together in it."""
+        """Whether an answer gives the value: it is the first number in it, or the words stand together in it."""
         if self.kind == "digits":
-            return first_number(answer).startswith(self.value)
+            return first_number(answer) == self.value
         words = r"[^a-z0-9]+".join(self.value.split())
         return re.search(rf"(?<![a-z]){words}(?![a-z])", answer.lower()) is not None
 
     def decided(self, answer: str) -> bool:
-        """Whether further tokens cannot change what answered() and grown() say."""
+        """Whether further tokens cannot change what answered() says."""
         if self.kind == "words":
             return self.answered(answer + "s")  # the last word has ended
         number = re.search(r"\d[\d ,.-]*", answer)
         return number is not None and (number.end() < len(answer) or len(first_number(answer)) > len(self.value))
-
-    def grown(self, answer: str) -> bool:
-        """Whether an answer gives the value's digits and goes on with more."""
-        return self.kind == "digits" and self.answered(answer) and first_number(answer) != self.value
 
 
 def first_number(text: str) -> str:
@@ -263,5 +258,4 @@ def ask(engine: Engine, arm: Arm, item: FactItem) -> dict:
         "value": item.fact.value,
         "answer": answer,
         "hit": item.fact.answered(answer),
-        "grown": item.fact.grown(answer),
     }

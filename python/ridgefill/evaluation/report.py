@@ -103,7 +103,6 @@ def summarise_facts(records: Sequence[dict]) -> dict:
         out[name] = {
             "hits": k,
             "n": n,
-            "grown": sum(r["grown"] for r in rows),
             "share": stats.share(k, n, f"hits of {name}").as_dict(),
             "of_exact": k / n_exact if n_exact else None,
             "mcnemar_exact": dataclasses.asdict(stats.mcnemar(hits["exact"], hits[name], name)),
@@ -225,7 +224,6 @@ def facts_table(summary: dict, title: str) -> Table:
     table = Table(
         "arm",
         "recalled",
-        "grown",
         "share [95 %]",
         "of exact",
         "p against exact",
@@ -237,7 +235,6 @@ def facts_table(summary: dict, title: str) -> Table:
         table.add_row(
             name,
             f"{s['hits']} / {s['n']}",
-            str(s["grown"]),
             span(s["share"], 2, ""),
             "-" if s["of_exact"] is None else f"{s['of_exact']:.2f}",
             f"{s['mcnemar_exact']['p']:.2g}",
