@@ -6,8 +6,8 @@
     scripts/measure_quality.py --sets digits --facts-arms exact,fill-S15,fill-S15+digits,fill-S15+random
 
 Sets: `loss` (tokens after a prefix of P rows, one window per document), `digits` and `words` (facts of a number or of words,
-in chat prompts). Arms are written MODE[-SPLIT][+ROWS]: exact, cut (context cut to the tail), nofill-S15, identity-S19,
-fill-S19, fill-S15+digits, fill-S15+random (as many rows as digits selects). A run that was stopped goes on where it was.
+in chat prompts). Arms are written MODE[-SPLIT[:KIND]][+ROWS]: exact, cut (context cut to the tail), nofill-S15, identity-S19,
+fill-S19, fill-S19:kv, fill-S15+digits, fill-S15+random (as many rows as digits selects). A run that was stopped goes on where it was.
 
 Exit status: 0 when every criterion holds that the chosen sets and arms allow to check, 1 when one does not, 8 when the
 measurement itself failed.
@@ -192,11 +192,11 @@ def evaluate(
     wanted = {a.split for what in sets for a in s.arms(what) if a.mode == "fill"}
     docs = texts.documents(text)
     with lib.Model(model_path) as model:
-        maps = {m.split: m for m in (lib.Maps(model, p) for p in map_paths)}
-        maps = {split: maps[split] for split in sorted(wanted & set(maps))}
+        maps = sorted((lib.Maps(model, p) for p in map_paths), key=lambda m: (m.split, m.kind))
+        maps = [m for m in maps if m.split in wanted]
         about = {
             "model": {"file": model_path.name, "sha256": sha256(model_path), "file_type": model.meta("general.file_type")},
-            "maps": {str(k): {"file": Path(m.path).name, "hash": m.hash} for k, m in maps.items()},
+            "maps": [{"split": m.split, "kind": m.kind, "file": Path(m.path).name, "hash": m.hash} for m in maps],
             "text": hashlib.sha256("".join(d.text for d in docs).encode()).hexdigest(),
             "settings": dataclasses.asdict(s) | {"n_sink": N_SINK, "n_answer": facts.N_ANSWER, "reduced": reduced},
         }
@@ -212,7 +212,7 @@ def evaluate(
                     if what == "loss"
                     else measure_facts(engine, s, items[what], journal, what)
                 )
-        for m in maps.values():
+        for m in maps:
             m.close()
     criteria, skipped = check(found, reduced)
     show(found, criteria, skipped)
@@ -226,7 +226,7 @@ def evaluate(
 
 def main(
     model: Annotated[Path, typer.Option(help="model file")] = MODEL,
-    maps: Annotated[list[Path], typer.Option(help="sidecars, one per split layer")] = MAPS,
+    maps: Annotated[list[Path], typer.Option(help="sidecars, one per split layer and kind")] = MAPS,
     text: Annotated[Path, typer.Option(help="text set of scripts/fetch_text.sh")] = ROOT / "out" / "text",
     out: Annotated[Path | None, typer.Option(help=f"result file [default: {OUT}, or {OUT_REDUCED}]")] = None,
     sets: Annotated[str, typer.Option(help="some of loss,digits,words")] = "",

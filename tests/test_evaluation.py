@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -108,7 +109,7 @@ def test_statistics_refuse_what_they_cannot_compute():
 
 
 @pytest.mark.parametrize(
-    "name", ["exact", "cut", "fill-S19", "identity-S1", "nofill-S15", "fill-S15+digits", "fill-S15+random"]
+    "name", ["exact", "cut", "fill-S19", "identity-S1", "nofill-S15", "fill-S15+digits", "fill-S15:kv+random"]
 )
 def test_arm_names_round_trip(name):
     assert Arm.parse(name).name == name
@@ -116,7 +117,7 @@ def test_arm_names_round_trip(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["", "fill", "fill-S", "fill-S0", "fill-Sx", "exact-S3", "fill-S15+", "fill-S15+all", "ridge-S3", "fill-S-1", "fill-S015"],
+    ["", "fill", "fill-S", "fill-S0", "fill-Sx", "exact-S3", "fill-S15+", "fill-S15+all", "ridge-S3", "fill-S-1", "fill-S015", "fill:kv", "identity-S3:kv"],
 )
 def test_other_names_are_refused(name):
     with pytest.raises(EvaluationError):
@@ -432,7 +433,7 @@ def test_reports_fail_closed():
 @pytest.fixture(scope="module")
 def engine(patched_lib, pico_model):
     lib.load(patched_lib)
-    with lib.Model(pico_model("llama", n_layer=6)) as model, Engine(model, {}, 512, n_threads=1) as e:
+    with lib.Model(pico_model("llama", n_layer=6)) as model, Engine(model, [], 512, n_threads=1) as e:
         yield e
 
 
@@ -475,7 +476,7 @@ def test_random_rows_are_as_many_as_the_selector_chooses(engine, window):
 
 
 def test_an_arm_without_its_maps_is_refused(engine, window):
-    with pytest.raises(EvaluationError, match="fill-S2: expected maps of split layer 2, found none"):
+    with pytest.raises(EvaluationError, match="fill-S2: expected one file of maps that this names, found 0 among none"):
         engine.begin(Arm("fill", 2), window.tokens, 64)
     for arm in ("fill-S2", "identity-S6"):
         with pytest.raises(EvaluationError, match=f"{arm}: expected"):
@@ -483,6 +484,17 @@ def test_an_arm_without_its_maps_is_refused(engine, window):
     engine.require([Arm("exact"), Arm("cut"), Arm("identity", 5)])
     with pytest.raises(EvaluationError, match="expected the arm exact"):
         loss.score_window(engine, [Arm("cut")], window, 64)
+
+
+def test_an_arm_names_the_kind_of_its_maps_where_there_are_several(engine):
+    kv, prev, other = (SimpleNamespace(split=s, kind=k) for s, k in ((2, "kv"), (2, "kv_prev"), (3, "kv")))
+    with Engine(engine.model, [kv, prev, other], 64, n_threads=1) as e:
+        e.require([Arm.parse(a) for a in ("fill-S2:kv", "fill-S2:kv_prev", "fill-S3", "fill-S3:kv")])
+        for arm, found in (("fill-S2", 2), ("fill-S3:input", 0)):
+            with pytest.raises(EvaluationError, match=f"{arm}: .*found {found} among S2:kv, S2:kv_prev, S3:kv"):
+                e.require([Arm.parse(arm)])
+    with pytest.raises(EvaluationError, match="one of each split and kind"):
+        Engine(engine.model, [kv, kv], 64)
 
 
 def test_asking_records_what_was_filled(engine):

@@ -8,19 +8,26 @@ from hypothesis import strategies as st
 
 from ridgefill.errors import StatisticsError
 from ridgefill.solve import LAMBDAS, Ridge, check_fit
-from ridgefill.statistics import Moments, memory_bytes
+from ridgefill.statistics import Moments, about, memory_bytes
 
 S, L = 3, 4  # split layer and the one mapped layer
 
 
-def sums(x: np.ndarray, y: np.ndarray, origin: dict | None = None) -> Moments:
-    m = Moments(S, [L], origin or {S: x.mean(0), L: y.mean(0)})
-    m.add({S: x, L: y})
+def add(m: Moments, x: np.ndarray, y: np.ndarray) -> None:
+    x = about(x, m.origin_x, S)
+    m.add_features(x)
+    m.add_targets(L, x, about(y, m.origin_y[L], L))
+
+
+def sums(x: np.ndarray, y: np.ndarray, origin: tuple | None = None) -> Moments:
+    origin_x, origin_y = origin or (x.mean(0), y.mean(0))
+    m = Moments(S, origin_x, {L: origin_y})
+    add(m, x, y)
     return m
 
 
 def solved(x, y, xh=None, yh=None) -> Ridge:
-    origin = {S: x.mean(0), L: y.mean(0)}
+    origin = x.mean(0), y.mean(0)
     return Ridge(sums(x, y, origin), sums(x if xh is None else xh, y if yh is None else yh, origin))
 
 
@@ -103,11 +110,11 @@ def test_best_takes_the_lambda_of_the_highest_held_out_score():
 @given(problems(), st.lists(st.integers(0, 60), max_size=4), st.integers(0, 3))
 def test_sums_do_not_depend_on_blocks(problem, cuts, n_merged):
     x, y = problem
-    whole = sums(x, y, {S: np.ones(x.shape[1]), L: np.ones(y.shape[1])})
+    whole = sums(x, y, (np.ones(x.shape[1]), np.ones(y.shape[1])))
     edges = sorted({0, len(x), *(c for c in cuts if c < len(x))})
-    parts = [Moments(S, [L], whole.origin) for _ in range(n_merged + 1)]
+    parts = [Moments(S, whole.origin_x, whole.origin_y) for _ in range(n_merged + 1)]
     for i, (a, b) in enumerate(zip(edges, edges[1:])):
-        parts[i % len(parts)].add({S: x[a:b], L: y[a:b]})
+        add(parts[i % len(parts)], x[a:b], y[a:b])
     for other in parts[1:]:
         parts[0].merge(other)
     assert parts[0].n == whole.n
@@ -124,7 +131,7 @@ def test_large_means_do_not_cost_precision():
     rng = np.random.default_rng(1)
     x = (rng.normal(size=(500, 8)) + 1e4).astype(np.float32)
     y = (x.astype(np.float64) @ rng.normal(size=(8, 5)) + rng.normal(size=(500, 5))).astype(np.float32)
-    origin = {S: x[:50].mean(0, dtype=np.float64), L: y[:50].mean(0, dtype=np.float64)}
+    origin = x[:50].mean(0, dtype=np.float64), y[:50].mean(0, dtype=np.float64)
     ridge = Ridge(sums(x, y, origin), sums(x, y, origin))
     a, b = direct(x.astype(np.float64), y.astype(np.float64), 0.01)
     assert np.abs(ridge.weight(L, 0.01) - a).max() < 1e-9
@@ -141,24 +148,30 @@ def test_bias_makes_a_rounded_map_exact_for_the_mean_row():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_values_that_are_not_finite_are_refused_and_leave_the_sums_alone(bad):
-    x, y = np.ones((10, 3), np.float32), np.ones((10, 2), np.float32)
-    m = sums(x, y)
+def test_values_that_are_not_finite_are_refused_by_place(bad):
+    y = np.ones((10, 2), np.float32)
     y[7, 1] = bad
     with pytest.raises(StatisticsError, match=rf"layer {L}: expected finite activations, found {bad} in row 7, channel 1"):
-        m.add({S: x, L: y})
-    assert m.n == 10 and np.isfinite(m.yy[L])
+        about(y, np.zeros(2), L)
+    y[0, 0] = -bad  # infinities of both signs, or another NaN
+    with pytest.raises(StatisticsError, match=r"in row 0, channel 0 \(2 values"):
+        about(y, np.zeros(2), L)
+
+
+def test_the_largest_finite_values_are_not_refused():
+    largest = np.full((100, 4), np.finfo(np.float32).max)
+    assert np.array_equal(about(largest, np.zeros(4), L), largest.astype(np.float64))
 
 
 def test_too_few_rows_are_refused():
     rng = np.random.default_rng(3)
     x, y = rng.normal(size=(9, 5)), rng.normal(size=(9, 2))
-    with pytest.raises(StatisticsError, match=rf"layer {S}: expected at least 10 rows .* found 9"):
+    with pytest.raises(StatisticsError, match=rf"layer {S}: expected at least 10 rows .*twice its 5 features.* found 9"):
         check_fit(sums(x, y), sums(x, y))
     x, y = rng.normal(size=(10, 5)), rng.normal(size=(10, 2))
     check_fit(sums(x, y), sums(x, y))
     with pytest.raises(StatisticsError, match="held-out rows, found 0"):
-        check_fit(sums(x, y), Moments(S, [L], {S: x[0], L: y[0]}))
+        check_fit(sums(x, y), Moments(S, x[0], {L: y[0]}))
 
 
 def test_a_layer_that_never_varies_is_refused_by_name():
@@ -170,12 +183,47 @@ def test_a_layer_that_never_varies_is_refused_by_name():
         check_fit(sums(np.zeros((20, 4)), x), sums(x, x))
 
 
+def test_a_part_that_never_varies_is_refused_by_name():
+    rng = np.random.default_rng(6)
+    x, y = rng.normal(size=(20, 4)), np.hstack([rng.normal(size=(20, 2)), np.full((20, 3), 2.0)])
+
+    def parts(il):
+        return {"k": slice(0, 2), "v": slice(2, 5)}
+
+    with pytest.raises(StatisticsError, match=rf"layer {L}: its v is the same in all 20 fitted rows"):
+        check_fit(sums(x, y), sums(x, y), parts)
+    check_fit(sums(x, y[:, ::-1]), sums(x, rng.normal(size=(20, 5))))
+
+
+def test_columns_of_a_target_are_solved_and_scored_on_their_own():
+    """K and V share sums and eigenvectors, but nothing else."""
+    rng = np.random.default_rng(8)
+    x, xh = rng.normal(size=(60, 6)), rng.normal(size=(40, 6))
+    truth = rng.normal(size=(6, 9))
+    y, yh = (v @ truth + rng.normal(size=(len(v), 9)) * np.repeat([0.1, 9.0], (4, 5)) for v in (x, xh))
+    both = solved(x, y, xh, yh)
+    for columns in (slice(0, 4), slice(4, 9)):
+        alone, found = solved(x, y[:, columns], xh, yh[:, columns]).best(L), both.best(L, columns=columns)
+        assert np.allclose(found.weight, alone.weight) and np.allclose(found.bias, alone.bias)
+        assert (found.lam, found.weight.shape) == (alone.lam, (columns.stop - columns.start, 6))
+        assert np.isclose(found.r2, alone.r2)
+    assert both.best(L, columns=slice(0, 4)).lam < both.best(L, columns=slice(4, 9)).lam
+
+
+def test_the_first_features_alone_are_sums_over_them():
+    rng = np.random.default_rng(9)
+    x, y = rng.normal(size=(50, 8)), rng.normal(size=(50, 3))
+    origin = np.ones(8), np.zeros(3)
+    part, alone = sums(x, y, origin).first(5), sums(x[:, :5], y, (origin[0][:5], origin[1]))
+    assert (part.width, part.n) == (5, 50)
+    assert np.allclose(part.sum_x, alone.sum_x) and np.allclose(part.xx, alone.xx) and np.allclose(part.xy[L], alone.xy[L])
+    assert np.allclose(Ridge(part, part).best(L).weight, Ridge(alone, alone).best(L).weight)
+
+
 def test_memory_counts_every_matrix():
-    """Against the arrays themselves: two sets of sums for splits 1 and 2 of 5 layers, and what the solver holds beside."""
-    d, n_layer = 32, 5
-    origin = {il: np.zeros(d) for il in range(n_layer)}
-    held = 0
+    """Against the arrays themselves: two sets of sums of 64 features for each of the splits 1 and 2 of 5 layers."""
+    d_in, d_out = 64, {2: 32, 3: 16, 4: 48}
     for split in (1, 2):
-        m = Moments(split, list(range(split + 1, n_layer)), origin)
-        held += 2 * (m.xx.nbytes + sum(a.nbytes for a in m.xy.values()))
-    assert held <= memory_bytes(d, [1, 2], n_layer) <= 2 * held
+        m = Moments(split, np.zeros(d_in), {il: np.zeros(n) for il, n in d_out.items() if il > split})
+        held = 2 * (m.xx.nbytes + sum(a.nbytes for a in m.xy.values()))
+        assert held == memory_bytes(split, d_in, d_out)

@@ -82,7 +82,9 @@ def about(rows: np.ndarray, origin: np.ndarray, layer: int, what: str = "activat
     Raises StatisticsError naming layer, row and channel of the first value that is not finite.
     """
     centred = np.subtract(rows, origin, dtype=np.float64)
-    if not np.isfinite(centred.sum()):  # a sum of float64 that came from float32 overflows no other way
+    with np.errstate(invalid="ignore"):
+        total = centred.sum()  # sums of what was float32 do not overflow float64
+    if not np.isfinite(total):
         finite = np.isfinite(rows)
         row, channel = np.argwhere(~finite)[0]
         raise StatisticsError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -23,6 +23,7 @@ class Arm:
            cut: the context is its last T rows and nothing else
            nofill, identity, fill: a ridge prefill in that mode
     split  S, for the ridge modes
+    kind   of the maps, for fill; "" is the only kind there is of that split
     rows   which rows besides sink and tail are exact: none, those of the selector `digits`, or `random` ones, as many
            as `digits` selects in the same prompt
     """
@@ -30,6 +31,7 @@ class Arm:
     mode: str
     split: int = 0
     rows: str = "none"
+    kind: str = ""
 
     def __post_init__(self):
         if self.mode not in MODES:
@@ -38,6 +40,8 @@ class Arm:
             raise EvaluationError(f"rows of an arm: expected one of {', '.join(ROWS)}, found {self.rows!r}")
         if self.is_ridge != (self.split > 0):
             raise EvaluationError(f"arm {self.mode}: expected a split layer for the ridge modes only, found {self.split}")
+        if self.kind and self.mode != "fill":
+            raise EvaluationError(f"arm {self.mode}: expected a kind of maps for mode fill only, found {self.kind!r}")
 
     @property
     def is_ridge(self) -> bool:
@@ -45,18 +49,20 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """fill-S15+digits: mode, split layer, exact rows."""
-        return self.mode + (f"-S{self.split}" if self.is_ridge else "") + (f"+{self.rows}" if self.rows != "none" else "")
+        """fill-S15:kv+digits: mode, split layer, kind of maps, exact rows."""
+        split, kind = f"-S{self.split}" if self.is_ridge else "", f":{self.kind}" if self.kind else ""
+        return self.mode + split + kind + (f"+{self.rows}" if self.rows != "none" else "")
 
     @classmethod
     def parse(cls, name: str) -> Arm:
         """The arm of a name. Raises EvaluationError for anything that `name` does not write."""
         head, _, rows = name.partition("+")
+        head, _, kind = head.partition(":")
         mode, _, split = head.partition("-S")
         try:
-            arm = cls(mode, int(split or 0), rows or "none")
+            arm = cls(mode, int(split or 0), rows or "none", kind)
         except ValueError as e:
-            raise EvaluationError(f"arm {name!r}: expected MODE[-SPLIT][+ROWS], e.g. fill-S15+digits ({e})") from None
+            raise EvaluationError(f"arm {name!r}: expected MODE[-SPLIT[:KIND]][+ROWS], e.g. fill-S15:kv+digits ({e})") from None
         if arm.name != name:
             raise EvaluationError(f"arm {name!r}: expected {arm.name!r}")
         return arm
@@ -72,16 +78,18 @@ class Filled:
 
 
 class Engine:
-    """A model, its maps by split layer and one context, reused for every item.
+    """A model, its maps and one context, reused for every item.
 
     model    lib.Model
-    maps     {S: lib.Maps}
+    maps     lib.Maps, at most one of each split and kind
     n_ctx    cells of the context: the longest prompt and what is decoded after it
     n_sink   rows at the start that are always exact
     """
 
-    def __init__(self, model: lib.Model, maps: Mapping[int, lib.Maps], n_ctx: int, n_threads: int = 2, n_sink: int = 4):
-        self.model, self.maps, self.n_sink = model, dict(maps), n_sink
+    def __init__(self, model: lib.Model, maps: Sequence[lib.Maps], n_ctx: int, n_threads: int = 2, n_sink: int = 4):
+        self.model, self.maps, self.n_sink = model, {(m.split, m.kind): m for m in maps}, n_sink
+        if len(self.maps) != len(maps):
+            raise EvaluationError(f"maps: expected one of each split and kind, found {', '.join(map(self._label, maps))}")
         self.ctx = lib.Context(model, n_ctx, n_threads=n_threads)
 
     def close(self) -> None:
@@ -138,6 +146,12 @@ class Engine:
     def _maps(self, arm: Arm):
         if arm.mode != "fill":
             return None
-        if arm.split not in self.maps:
-            raise EvaluationError(f"{arm.name}: expected maps of split layer {arm.split}, found {sorted(self.maps) or 'none'}")
-        return self.maps[arm.split]
+        found = [m for (split, kind), m in self.maps.items() if split == arm.split and arm.kind in ("", kind)]
+        if len(found) != 1:
+            known = ", ".join(map(self._label, self.maps.values())) or "none"
+            raise EvaluationError(f"{arm.name}: expected one file of maps that this names, found {len(found)} among {known}")
+        return found[0]
+
+    @staticmethod
+    def _label(maps: lib.Maps) -> str:
+        return f"S{maps.split}:{maps.kind}"
