@@ -45,6 +45,8 @@ _FUNCTIONS = {
     "sidecar_n_tail": ([_P], _I),
     "sidecar_n_sink": ([_P], _I),
     "sidecar_file_type": ([_P], _I),
+    "sidecar_k_length": ([_P, _I], _I),
+    "sidecar_v_length": ([_P, _I], _I),
     "sidecar_str": ([_P, _S], _S),
     "sidecar_anchor": ([_P, _I, ct.POINTER(_S)], _S),
     "sidecar_weight": ([_P, _I], _P),
@@ -113,6 +115,10 @@ class Sidecar:
     def str(self, key: str) -> str | None:
         v = ridge("sidecar_str")(self.handle, key.encode())
         return None if v is None else v.decode()
+
+    def length(self, which: str, il: int) -> int:
+        """Width of the rows of "k" or "v" that the map of layer il predicts."""
+        return ridge(f"sidecar_{which}_length")(self.handle, il)
 
     def anchors(self) -> dict[str, str]:
         out, name = {}, _S()

@@ -5,6 +5,7 @@ A damaged sidecar is otherwise well-formed (its hashes are made anew), so that a
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -180,9 +181,36 @@ def tensor_spans(data: bytes) -> Iterator[tuple[str, int, int]]:
 #
 
 
-def random_maps(n_layer: int, n_embd: int, split: int, seed: int = 0) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """Per mapped layer A [n_embd, n_embd] and b [n_embd], f32: near the identity, as real maps are."""
+def documented_keys(kind: str) -> dict[str, tuple[int, bool]]:
+    """Key to (GGUF type, is array) of files of a kind, from the tables in docs/SIDECAR.md without those it calls optional."""
+    text = (Path(__file__).resolve().parents[1] / "docs" / "SIDECAR.md").read_text()
+    kinds = {"string": STR, "u32": U32, "u64": U64, "f32": F32}
+    keys = {}
+    rows = re.findall(r"^\| `((?:general|adapter|ridge)\.[a-z0-9_.]+)` \| (array )?(\w+)[^|]*\| *(.*?) *\|$", text, re.M)
+    for key, array, of, content in rows:
+        only = re.match(r"of kinds? ([a-z_`, ]+):", content)
+        if not content.startswith("optional") and (only is None or f"`{kind}`" in only[1]):
+            keys[key] = kinds[of], bool(array)
+    return keys
+
+
+def random_maps(
+    n_layer: int, n_embd: int, split: int, seed: int = 0, kind: str = "input", kv_lengths: tuple[int, int] = (0, 0)
+) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """Per mapped layer A [d_out, d_in] and b [d_out], f32.
+
+    Kind input: near the identity, as real maps are. The kv kinds: entries that give K and V of about unit variance.
+    """
     rng = np.random.default_rng(seed)
+    if kind != "input":
+        d_in, d_out = n_embd * (2 if kind == "kv_prev" else 1), sum(kv_lengths)
+        return {
+            il: (
+                (rng.standard_normal((d_out, d_in)) / np.sqrt(d_in)).astype(np.float32),
+                (0.1 * rng.standard_normal(d_out)).astype(np.float32),
+            )
+            for il in range(split + 1, n_layer)
+        }
     noise = 0.1 / np.sqrt(n_embd)
     return {
         il: (
@@ -203,6 +231,8 @@ def write_sidecar(
     map_type: str,
     tokenizer_sha256: str,
     hparams: str,
+    kind: str = "input",
+    kv_lengths: tuple[int, int] = (0, 0),
     n_tail: int = 128,
     n_sink: int = 4,
     file_type: int = 0,
@@ -215,10 +245,11 @@ def write_sidecar(
 ) -> Path:
     """Write a good sidecar of format version 1 (docs/SIDECAR.md) and return its path.
 
-    maps: per layer split+1..n_layer-1 A [n_embd, n_embd] and b [n_embd]; random_maps(seed) by default.
+    maps: per layer split+1..n_layer-1 A [d_out, d_in] and b [d_out]; random_maps() by default. kv_lengths: of kinds kv and
+    kv_prev, widths of K and V.
     anchors: name to sha256 of the model's anchor tensors (default: one that fits no model). metadata_hash: add the optional hash of the header.
     """
-    maps = random_maps(n_layer, n_embd, split, seed) if maps is None else maps
+    maps = random_maps(n_layer, n_embd, split, seed, kind, kv_lengths) if maps is None else maps
     anchors = anchors or {"output_norm.weight": sha256(b"test model")}
     tensors = {}
     for il, (a, b) in sorted(maps.items()):
@@ -230,15 +261,21 @@ def write_sidecar(
     w.add_string("adapter.type", "ridge_maps")
     w.add_name(name)
     w.add_uint32("ridge.format_version", 1)
-    w.add_string("ridge.kind", "input")
+    w.add_string("ridge.kind", kind)
     w.add_uint32("ridge.split", split)
     w.add_uint32("ridge.block_count", n_layer)
     w.add_uint32("ridge.embedding_length", n_embd)
     w.add_uint32("ridge.sink_rows", n_sink)
     w.add_uint32("ridge.tail", n_tail)
     w.add_string("ridge.map_type", map_type)
-    w.add_array("ridge.lambda", [0.03] * len(maps))
-    w.add_array("ridge.r2", [0.9 - 0.01 * i for i in range(len(maps))])
+    if kind != "input":
+        for part, n in zip("kv", kv_lengths, strict=True):
+            w.add_key_value(f"ridge.{part}_length", [n] * len(maps), gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.UINT32)
+    ends = [""] if kind == "input" else ["_k", "_v"]
+    for end in ends:
+        w.add_array(f"ridge.lambda{end}", [0.03] * len(maps))
+    for end in ends:
+        w.add_array(f"ridge.r2{end}", [0.9 - 0.01 * i for i in range(len(maps))])
     w.add_string("ridge.model.tokenizer_sha256", tokenizer_sha256)
     w.add_string("ridge.model.hparams", hparams)
     w.add_uint32("ridge.model.file_type", file_type)
@@ -335,8 +372,9 @@ def wrong_layer_count(raw: RawGguf) -> None:
     """One layer more, with the maps of the last."""
     n_layer = raw.kv("ridge.block_count").values[0]
     raw.set("ridge.block_count", n_layer + 1)
-    for key in ("ridge.lambda", "ridge.r2"):
-        raw.set(key, [*raw.kv(key).values, raw.kv(key).values[-1]])
+    for kv in raw.kvs:
+        if kv.is_array and re.fullmatch(r"ridge\.(lambda|r2|k_length|v_length)(_[kv])?", kv.key):
+            kv.values.append(kv.values[-1])
     for part in ("weight", "bias"):
         t = raw.tensor(f"blk.{n_layer - 1}.ridge.{part}")
         raw.tensors.append(RawTensor(f"blk.{n_layer}.ridge.{part}", t.shape, t.kind, t.data))

@@ -80,28 +80,116 @@ def layer_inputs(model_path: str, documents, layers) -> dict[int, np.ndarray]:
     return {il: np.concatenate(r) for il, r in rows.items()}
 
 
+def solution(x: np.ndarray, y: np.ndarray, lam: float) -> tuple[np.ndarray, np.ndarray]:
+    """Ridge by least squares on rows: the penalty as sqrt(alpha) I below the centred rows."""
+    mu, d = x.mean(0), x.shape[1]
+    alpha = lam * np.sum((x - mu) ** 2) / d
+    rows = np.vstack([x - mu, np.sqrt(alpha) * np.eye(d)])
+    a = np.linalg.lstsq(rows, np.vstack([y - y.mean(0), np.zeros((d, y.shape[1]))]), rcond=None)[0].T
+    return a, y.mean(0) - a @ mu
+
+
+def r2_of(y: np.ndarray, predicted: np.ndarray) -> float:
+    return 1 - np.sum((y - predicted) ** 2) / np.sum((y - y.mean(0)) ** 2)
+
+
+def rows_of(model: str, corpus, layers) -> tuple[dict, dict]:
+    """layer_inputs() of the fitted and of the held-out documents."""
+    documents = read_documents([corpus])
+    return tuple(layer_inputs(model, [d for d in documents if d.partition == p], layers) for p in ("calibration", "heldout"))
+
+
 def test_maps_are_the_ridge_solution_of_the_activations(model, corpus, fitted):
     results, _ = fitted
-    documents = read_documents([corpus])
-    fit = layer_inputs(model, [d for d in documents if d.partition == "calibration"], range(5))
-    held = layer_inputs(model, [d for d in documents if d.partition == "heldout"], range(5))
+    fit, held = rows_of(model, corpus, range(5))
     for r in results:
-        assert (r.n_tokens, r.n_heldout_tokens) == (len(fit[0]), len(held[0]))
+        assert (r.kind, r.n_tokens, r.n_heldout_tokens) == ("input", len(fit[0]), len(held[0]))
         assert r.layers == list(range(r.split + 1, 5))
         maps = sidecar.maps(r.path)
-        x, mu = fit[r.split], fit[r.split].mean(0)
-        for il, lam, r2 in zip(r.layers, r.lambdas, r.r2):
-            y = fit[il]
-            alpha = lam * np.sum((x - mu) ** 2) / x.shape[1]
-            rows = np.vstack([x - mu, np.sqrt(alpha) * np.eye(x.shape[1])])
-            a = np.linalg.lstsq(rows, np.vstack([y - y.mean(0), np.zeros((x.shape[1], y.shape[1]))]), rcond=None)[0].T
+        for il, lam, r2 in zip(r.layers, r.lambdas["input"], r.r2["input"], strict=True):
+            a, b = solution(fit[r.split], fit[il], lam)
             weight, bias = maps[il]
             assert np.abs(weight - a).max() < 1e-5 * np.abs(a).max()
-            assert np.abs(bias - (y.mean(0) - a @ mu)).max() < 1e-4 * np.abs(y).max()
-            yh = held[il]
-            error = np.sum((yh - held[r.split] @ weight.T - bias) ** 2)
-            assert abs(r2 - (1 - error / np.sum((yh - yh.mean(0)) ** 2))) < 1e-6
+            assert np.abs(bias - b).max() < 1e-4 * np.abs(fit[il]).max()
+            assert abs(r2 - r2_of(held[il], held[r.split] @ weight.T + bias)) < 1e-6
             assert 0 < r2 < 1
+
+
+@pytest.fixture(scope="module")
+def fitted_kv(model, corpus, tmp_path_factory):
+    """All kinds and splits 1 and 2 in one call, by (kind, split)."""
+    folder = tmp_path_factory.mktemp("maps")
+    results = cal.calibrate(config(model, corpus, folder / "m.gguf", splits=[1, 2], kinds=["kv_prev", "input", "kv"]))
+    return {(r.kind, r.split): r for r in results}
+
+
+def normalised(x: np.ndarray) -> np.ndarray:
+    return x / np.sqrt((x**2).mean(1, keepdims=True) + 1e-5)  # the epsilon of a pico model
+
+
+def features_by_hand(model_path: str, documents, kind: str, split: int) -> np.ndarray:
+    """As the contract has it, chunk by chunk: the row before the first fitted one is the last sink row."""
+    out = []
+    with lib.Model(model_path) as m, lib.Context(m, CTX, n_threads=1) as ctx:
+        ctx.capture([split])
+        for d in documents:
+            tokens = m.tokenize(d.text)
+            for at in range(0, len(tokens), CTX):
+                if len(piece := tokens[at : at + CTX]) > SINK:
+                    ctx.clear()
+                    ctx.decode(piece)
+                    n = normalised(ctx.layer_inputs(split).astype(np.float64))
+                    own, before = n[SINK:], n[SINK - 1 : -1]
+                    out.append(own if kind == "kv" else np.hstack([own, before]))
+    return np.concatenate(out)
+
+
+@pytest.mark.parametrize("kind", ["kv", "kv_prev"])
+def test_kv_maps_are_the_ridge_solution_of_projections(model, corpus, fitted_kv, kind):
+    documents = read_documents([corpus])
+    fit, held = rows_of(model, corpus, range(5))
+    tensors = {t.name: np.array(t.data, np.float64) for t in gguf.GGUFReader(model).tensors}
+    for split in (1, 2):
+        r = fitted_kv[kind, split]
+        x, xh = (
+            features_by_hand(model, [d for d in documents if d.partition == p], kind, split) for p in ("calibration", "heldout")
+        )
+        assert (r.n_tokens, r.n_heldout_tokens) == (len(x), len(xh))
+        maps = sidecar.maps(r.path)
+        assert sorted(maps) == r.layers == list(range(split + 1, 5))
+        for i, il in enumerate(r.layers):
+            norm = tensors[f"blk.{il}.attn_norm.weight"]
+            weight, bias = maps[il]
+            assert weight.shape == (64, 64 if kind == "kv" else 128)
+            for part, rows in (("k", slice(0, 32)), ("v", slice(32, 64))):
+                w = tensors[f"blk.{il}.attn_{part}.weight"]
+                y, yh = (normalised(inputs[il]) * norm @ w.T for inputs in (fit, held))
+                a, b = solution(x, y, r.lambdas[part][i])
+                assert np.abs(weight[rows] - a).max() < 1e-4 * np.abs(a).max()
+                assert np.abs(bias[rows] - b).max() < 1e-4 * np.abs(y).max()
+                scores = [r2_of(yh, xh @ a.T + b) for a, b in (solution(x, y, lam) for lam in cal.LAMBDAS)]
+                assert r.lambdas[part][i] == cal.LAMBDAS[int(np.argmax(scores))]
+                assert abs(r.r2[part][i] - r2_of(yh, xh @ weight[rows].T + bias[rows])) < 1e-5
+                assert 0 < r.r2[part][i] < 1
+
+
+def test_kinds_fitted_together_equal_those_fitted_alone(model, corpus, fitted, fitted_kv, tmp_path):
+    assert list(fitted_kv) == [(k, s) for k in ("kv_prev", "input", "kv") for s in (1, 2)]
+    alone = [*fitted[0], *cal.calibrate(config(model, corpus, tmp_path / "m.gguf", splits=[1, 2], kinds=["kv"]))]
+    for r in alone:
+        together = fitted_kv[r.kind, r.split]
+        assert (together.lambdas, together.layers) == (r.lambdas, r.layers)
+        for il, (weight, bias) in sidecar.maps(together.path).items():
+            other_weight, other_bias = sidecar.maps(r.path)[il]
+            assert np.allclose(weight, other_weight, rtol=1e-5, atol=1e-6 * np.abs(weight).max())
+            assert np.allclose(bias, other_bias, rtol=1e-5, atol=1e-6)
+
+
+def test_without_sink_rows_the_row_before_the_first_is_zero(model, corpus, tmp_path):
+    r = cal.calibrate(config(model, corpus, tmp_path / "m.gguf", kinds=["kv_prev"], sink=0))[0]
+    with lib.Model(model) as m:
+        fit = [d for d in read_documents([corpus]) if d.partition == "calibration"]
+        assert r.n_tokens == sum(len(m.tokenize(d.text)) for d in fit)  # every row, those at position 0 too
 
 
 def test_record_in_the_file(model, corpus, fitted):
@@ -116,18 +204,31 @@ def test_record_in_the_file(model, corpus, fitted):
         assert keys["ridge.model.tokenizer_sha256"] == fp["tokenizer_sha256"]
         assert keys["ridge.model.hparams"] == fp["hparams"]
         assert dict(zip(keys["ridge.model.anchors"], keys["ridge.model.anchors_sha256"])) == fp["anchors"]
-        assert np.allclose(keys["ridge.r2"], r.r2) and np.allclose(keys["ridge.lambda"], r.lambdas)
+        assert np.allclose(keys["ridge.r2"], r.r2["input"]) and np.allclose(keys["ridge.lambda"], r.lambdas["input"])
         assert keys["ridge.calibration.sources"] == [f"book {i}; CC0-1.0" for i in range(6)]  # evaluation text is not there
         assert (keys["ridge.calibration.n_documents"], keys["ridge.calibration.n_heldout_documents"]) == (4, 2)
         tensors = {t.name: hashlib.sha256(t.data.tobytes()).hexdigest() for t in gguf.GGUFReader(r.path).tensors}
         assert dict(zip(keys["ridge.tensors"], keys["ridge.tensors_sha256"])) == tensors
 
 
-def test_keys_are_those_of_the_format(fitted):
+@pytest.mark.parametrize("kind", ["input", "kv", "kv_prev"])
+def test_keys_are_those_of_the_format(fitted_kv, kind):
     """docs/SIDECAR.md and the writer name the same keys."""
-    documented = set(re.findall(r"^\| `((?:general|adapter|ridge)\.[a-z0-9_.]+)` \|", (ROOT / "docs" / "SIDECAR.md").read_text(), re.M))
+    documented = set(sidecar_files.documented_keys(kind))
     assert len(documented) > 20
-    assert set(keys_of(fitted[0][0].path)) == documented | {sidecar.METADATA_HASH}
+    assert set(keys_of(fitted_kv[kind, 2].path)) == documented | {sidecar.METADATA_HASH}
+
+
+def test_kv_record_in_the_file(fitted_kv):
+    for kind in ("kv", "kv_prev"):
+        r = fitted_kv[kind, 1]
+        keys = keys_of(r.path)
+        assert (keys["ridge.kind"], keys["ridge.k_length"], keys["ridge.v_length"]) == (kind, [32] * 3, [32] * 3)
+        for part in "kv":
+            assert np.allclose(keys[f"ridge.lambda_{part}"], r.lambdas[part]) and np.allclose(keys[f"ridge.r2_{part}"], r.r2[part])
+        order = [k for k in keys if k.startswith("ridge.")]
+        at = order.index("ridge.map_type")
+        assert order[at + 1 : at + 7] == [f"ridge.{k}" for k in ("k_length", "v_length", "lambda_k", "lambda_v", "r2_k", "r2_v")]
 
 
 def test_the_library_loads_and_uses_the_maps(model, fitted):
@@ -154,7 +255,7 @@ def test_scores_are_of_the_maps_as_written(model, corpus, fitted, map_type, tmp_
     r = cal.calibrate(config(model, corpus, tmp_path / "m.gguf", map_type=map_type))[0]
     full = next(f for f in fitted[0] if f.split == 2)
     held = layer_inputs(model, [d for d in read_documents([corpus]) if d.partition == "heldout"], range(2, 5))
-    for il, r2, exact in zip(r.layers, r.r2, full.r2):
+    for il, r2, exact in zip(r.layers, r.r2["input"], full.r2["input"], strict=True):
         weight, bias = sidecar.maps(r.path)[il]
         y = held[il]
         found = 1 - np.sum((y - held[2] @ weight.T - bias) ** 2) / np.sum((y - y.mean(0)) ** 2)
@@ -177,14 +278,19 @@ def test_same_seed_same_bytes_other_seed_other_documents(model, corpus, fitted, 
 
 
 def test_names_of_the_files():
-    def names(out, *splits):
-        c = config("m", "t", out, splits=list(splits))
-        return [str(c.out_path(s)) for s in splits]
+    def names(out, *splits, kinds=("input",)):
+        c = config("m", "t", out, splits=list(splits), kinds=list(kinds))
+        return [str(c.out_path(s, k)) for s in splits for k in kinds]
 
     assert names("a/b.gguf", 3) == ["a/b.gguf"]
     assert names("a/b.c.gguf", 3, 12) == ["a/b.c.s3.gguf", "a/b.c.s12.gguf"]
     assert names("a/s{split}.q8_0.gguf", 3) == ["a/s3.q8_0.gguf"]
     assert names("a/s{split}.q8_0.gguf", 3, 12) == ["a/s3.q8_0.gguf", "a/s12.q8_0.gguf"]
+    assert names("a/b.gguf", 3, kinds=["kv", "kv_prev"]) == ["a/b.kv.gguf", "a/b.kv_prev.gguf"]
+    assert names("a/b.gguf", 3, 12, kinds=["kv", "input"])[:2] == ["a/b.s3.kv.gguf", "a/b.s3.input.gguf"]
+    assert names("{kind}/s{split}.gguf", 3, kinds=["kv"]) == ["kv/s3.gguf"]
+    assert names("{kind}.gguf", 3, 12, kinds=["kv"]) == ["kv.s3.gguf", "kv.s12.gguf"]
+    assert names("s{split}.gguf", 3, kinds=["kv", "input"]) == ["s3.kv.gguf", "s3.input.gguf"]
 
 
 def test_n_tokens_limits_what_is_fitted(model, corpus, tmp_path):
@@ -218,7 +324,9 @@ def test_a_model_that_does_not_state_its_file_type(model, tmp_path):
         fingerprint = {**m.fingerprint(3), "file_type": -1}
     record = sidecar.Calibration(["a; b"], 1, 1, 1, 1, 0)
     stored, _ = sidecar.encode(np.eye(64), "f32")
-    sidecar.write(tmp_path / "m.gguf", sidecar.Sidecar(fingerprint, 3, 4, 512, "f32", [0.1], [0.5], [stored], [np.zeros(64)], record))
+    scores = {"input": [0.1]}, {"input": [0.5]}
+    made = sidecar.Sidecar(fingerprint, 3, 4, 512, "f32", *scores, [stored], [np.zeros(64)], record)
+    sidecar.write(tmp_path / "m.gguf", made)
     assert sidecar.inspect(tmp_path / "m.gguf")["keys"]["ridge.model.file_type"] == 2**32 - 1
 
 
@@ -235,6 +343,10 @@ def test_activations_that_are_not_finite_are_refused_by_layer(model, corpus, tmp
     bad = poisoned(model, tmp_path / "nan.gguf", "blk.2.ffn_down.weight", np.nan)
     with pytest.raises(StatisticsError, match=r"layer 3: expected finite activations, found nan in row \d+, channel 0"):
         cal.calibrate(config(bad, corpus, tmp_path / "m.gguf"))
+        cal.calibrate(config(bad, corpus, tmp_path / "m.gguf", kinds=["kv"]))
+    worse = poisoned(model, tmp_path / "huge.gguf", "blk.4.attn_k.weight", np.inf)
+    with pytest.raises(StatisticsError, match=r"layer 4: expected finite activations"):
+        cal.calibrate(config(worse, corpus, tmp_path / "m.gguf", kinds=["kv"]))
     assert not (tmp_path / "m.gguf").exists()
 
 
@@ -249,7 +361,10 @@ def test_values_out_of_range_are_refused(model, corpus, tmp_path):
     assert "each once" in refusal(splits=[2, 2])
     assert "expected f32, f16, q8_0" in refusal(map_type="q4_0").replace("one of ", "")
     assert "sink rows: expected 0 to 127, found 128" in refusal(sink=CTX)
+    assert "kinds: expected some of input, kv, kv_prev, each once, found k" == refusal(kinds=["k"])
+    assert "found kv, kv" in refusal(kinds=["kv", "kv"])
     assert "layer 2: expected at least 128 rows to fit" in refusal(StatisticsError, n_tokens=100)
+    assert "layer 2: expected at least 256 rows to fit (twice its 128 features)" in refusal(StatisticsError, n_tokens=200, kinds=["kv_prev"])
     assert "no such file or folder" in refusal(TextError, text=["/no/such/text"])
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -283,9 +398,30 @@ def test_commands(model, corpus, tmp_path):
     shown = json.loads(runner.invoke(cli.app, ["inspect", out, "--json"]).stdout)
     assert shown["keys"]["ridge.map_type"] == "q8_0"
     assert shown["tensors"]["blk.3.ridge.weight"] == ["q8_0", [64, 64]]
-    assert np.allclose(shown["keys"]["ridge.r2"], result["r2"])
+    assert np.allclose(shown["keys"]["ridge.r2"], result["r2"]) and 0 < result["r2_mean"] < 1
     text = runner.invoke(cli.app, ["inspect", out])
     assert text.exit_code == 0 and "ridge.split = 2" in text.stdout and "book 0; CC0-1.0" in text.stdout
+
+
+def test_commands_for_kinds(model, corpus, tmp_path):
+    args = [model, "--out", str(tmp_path / "{kind}.gguf"), "--split", "2", "--text", str(corpus), "--ctx", "128", "--threads", "1"]
+    done = runner.invoke(cli.calibrate_app, [*args, "--kind", "kv", "--kind", "kv_prev", "--json"])
+    assert done.exit_code == 0, done.output
+    kv, kv_prev = json.loads(done.stdout)
+    assert (kv["kind"], kv_prev["kind"], kv_prev["path"]) == ("kv", "kv_prev", str(tmp_path / "kv_prev.gguf"))
+    plain = runner.invoke(cli.calibrate_app, [*args, "--kind", "kv", "--force"])
+    assert plain.exit_code == 0 and "mean held-out R² K 0." in plain.stdout
+
+    shown = json.loads(runner.invoke(cli.app, ["inspect", kv_prev["path"], "--json"]).stdout)
+    assert shown["tensors"]["blk.3.ridge.weight"] == ["q8_0", [128, 64]]
+    for part in "kv":
+        assert np.allclose(shown["keys"][f"ridge.r2_{part}"], kv_prev[f"r2_{part}"])
+        assert np.allclose(shown["keys"][f"ridge.lambda_{part}"], kv_prev[f"lambda_{part}"])
+    text = runner.invoke(cli.app, ["inspect", kv_prev["path"]]).stdout
+    assert "ridge.kind = kv_prev" in text
+    row = next(line for line in text.splitlines() if "│ 3 " in line)
+    expected = ["3"] + [f"{kv_prev[f'{name}_{part}'][0]:{fmt}}" for part in "kv" for name, fmt in (("lambda", ".2g"), ("r2", ".4f"))]
+    assert [cell.strip() for cell in row.strip("│").split("│")] == expected
 
 
 def test_exit_codes_say_what_was_wrong(model, corpus, tmp_path):

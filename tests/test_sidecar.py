@@ -269,39 +269,43 @@ def test_damaged_variants_that_fit_another_model_are_well_formed(name, good, tmp
 #
 
 
-def documented_keys() -> dict[str, tuple[int, bool]]:
-    """Key to (GGUF type, is array) from the table in docs/SIDECAR.md, without those it calls optional."""
-    kinds = {"string": sf.STR, "u32": sf.U32, "u64": sf.U64, "f32": sf.F32}
-    rows = re.findall(r"^\| `([a-z0-9_.]+)` \| (array )?(\w+)[^|]*\| *(.*?) *\|$", (ROOT / "docs/SIDECAR.md").read_text(), re.M)
-    return {key: (kinds[kind], bool(array)) for key, array, kind, text in rows if not text.startswith("optional")}
+KEYS = sf.documented_keys("input")
 
 
-KEYS = documented_keys()
+def keys_of(data: bytes) -> dict[str, tuple[int, bool]]:
+    return {kv.key: (kv.kind, kv.is_array) for kv in sf.read_raw(data).kvs}
 
 
-def test_the_builder_writes_the_documented_keys_and_no_other(good_f16):
-    assert {kv.key: (kv.kind, kv.is_array) for kv in sf.read_raw(good_f16).kvs} == KEYS
+def test_the_builder_writes_the_documented_keys_and_no_other(good_f16, good_kv):
+    assert keys_of(good_f16) == KEYS
+    for kind, data in good_kv.items():
+        assert keys_of(data) == sf.documented_keys(kind)
+    assert set(sf.documented_keys("kv")) - set(KEYS) == {f"ridge.{k}" for k in KV_KEYS}
+    assert set(KEYS) - set(sf.documented_keys("kv")) == {"ridge.lambda", "ridge.r2"}
 
 
-def test_the_calibrators_writer_writes_the_documented_keys_and_the_reader_takes_them(tmp_path):
+@pytest.mark.parametrize("kind", ["input", "kv", "kv_prev"])
+def test_the_calibrators_writer_writes_the_documented_keys_and_the_reader_takes_them(kind, tmp_path):
     fingerprint = {"architecture": "llama", "name": "m", "file_type": 2, "anchors": ANCHORS}
-    maps = sf.random_maps(N_LAYER, N_EMBD, SPLIT)
+    maps = sf.random_maps(N_LAYER, N_EMBD, SPLIT, kind=kind, kv_lengths=KV_LENGTHS)
+    parts = ["input"] if kind == "input" else ["k", "v"]
     made = sidecar.Sidecar(
         fingerprint=MODEL | fingerprint,
         split=SPLIT,
         sink_rows=4,
         tail=256,
         map_type="q8_0",
-        lambdas=[0.1] * len(maps),
-        r2=[0.5] * len(maps),
+        lambdas={part: [0.1] * len(maps) for part in parts},
+        r2={part: [0.5] * len(maps) for part in parts},
         weights=[sidecar.encode(a, "q8_0")[0] for a, _ in maps.values()],
         biases=[b for _, b in maps.values()],
         calibration=sidecar.Calibration(["a text; MIT"], 1000, 10, 100, 2, seed=3),
+        kind=kind,
+        kv_lengths=[KV_LENGTHS] * len(maps),
     )
     path = tmp_path / "x.gguf"
     sidecar.write(path, made)
-    written = {kv.key: (kv.kind, kv.is_array) for kv in sf.read_raw(path.read_bytes()).kvs}
-    assert {k: v for k, v in written.items() if k != sf.METADATA_SHA256} == KEYS
+    assert keys_of(path.read_bytes()) == {**sf.documented_keys(kind), sf.METADATA_SHA256: (sf.STR, False)}
     with Sidecar(path, MODEL) as s:
         assert (s.get("split"), s.get("n_tail"), s.get("file_type"), s.anchors()) == (SPLIT, 256, 2, ANCHORS)
         assert s.tensor("weight", 5)[2] == gguf.quants.quantize(maps[5][0], sf.TYPES["q8_0"]).tobytes()
@@ -347,7 +351,7 @@ def test_key_of_another_type_is_refused_by_name_and_both_types(key, good_f16, tm
     [
         ("ridge.format_version", 0, "it has the format version 0, expected 1 (key 'ridge.format_version')"),
         ("ridge.format_version", 2**32 - 1, "it has the format version 4294967295, expected 1 (key 'ridge.format_version')"),
-        ("ridge.kind", "kv", "the kind of its maps is 'kv', expected 'input' (key 'ridge.kind')"),
+        ("ridge.kind", "KV", "the kind of its maps is 'KV', expected 'input', 'kv' or 'kv_prev' (key 'ridge.kind')"),
         ("ridge.map_type", "q4_0", "the map type is 'q4_0', expected 'f32', 'f16' or 'q8_0' (key 'ridge.map_type')"),
         ("ridge.map_type", "F16", "the map type is 'F16', expected 'f32', 'f16' or 'q8_0' (key 'ridge.map_type')"),
         ("ridge.split", 0, "key 'ridge.split' is 0, expected 1 to 4"),
@@ -375,7 +379,7 @@ def test_key_of_another_type_is_refused_by_name_and_both_types(key, good_f16, tm
         ("general.name", b"\xc0\x80", r"key 'general.name' holds text that is not UTF-8: '\xc0\x80'"),
         ("general.name", b"\xf4\x90\x80\x80", r"key 'general.name' holds text that is not UTF-8: '\xf4\x90\x80\x80'"),
         ("general.name", b"\xe7\x8c", r"key 'general.name' holds text that is not UTF-8: '\xe7\x8c'"),
-        ("ridge.kind", "x" * 10**6, "the kind of its maps is '" + "x" * 64 + "...', expected 'input' (key 'ridge.kind')"),
+        ("ridge.kind", "x" * 10**6, "the kind of its maps is '" + "x" * 64 + "...', expected 'input', 'kv' or 'kv_prev' (key 'ridge.kind')"),
         ("general.architecture", "a\nb", r"it was made for the architecture 'a\x0ab', the model has 'llama'"),
     ],
 )
@@ -400,6 +404,103 @@ def test_q8_0_maps_of_a_width_that_is_no_multiple_of_the_block_are_refused(good_
         raw.set("ridge.embedding_length", 33)
 
     assert refusal_of(sf.operated(good_f16, shrink), tmp_path, None) == "the embedding length 33 is no multiple of 32, the block of map type 'q8_0'"
+
+
+#
+# maps that predict K and V
+#
+
+KV_KEYS = ("k_length", "v_length", "lambda_k", "lambda_v", "r2_k", "r2_v")
+KV_LENGTHS = (32, 96)
+
+
+@pytest.fixture(scope="module")
+def good_kv(tmp_path_factory) -> dict[str, bytes]:
+    """A good sidecar of each kind that predicts K and V."""
+    folder = tmp_path_factory.mktemp("good")
+    return {k: write(folder / f"{k}.gguf", kind=k, kv_lengths=KV_LENGTHS).read_bytes() for k in ("kv", "kv_prev")}
+
+
+@pytest.mark.parametrize("map_type", list(sf.TYPES))
+@pytest.mark.parametrize("kind", ["kv", "kv_prev"])
+def test_good_sidecar_of_a_kv_kind_loads_with_right_values(kind, map_type, tmp_path):
+    path = write(tmp_path / "x.gguf", kind=kind, kv_lengths=KV_LENGTHS, map_type=map_type)
+    maps, code = sf.random_maps(N_LAYER, N_EMBD, SPLIT, kind=kind, kv_lengths=KV_LENGTHS), sf.TYPES[map_type]
+    with Sidecar(path, MODEL) as s:
+        assert (s.get("kind"), s.get("split"), s.get("n_layer"), s.get("n_embd")) == (kind, SPLIT, N_LAYER, N_EMBD)
+        for il, (a, b) in maps.items():
+            assert s.tensor("weight", il) == (code, a.shape[::-1], gguf.quants.quantize(a, code).tobytes())
+            assert s.tensor("bias", il) == (sf.TYPES["f32"], (128, 1), b.tobytes())
+            assert (s.length("k", il), s.length("v", il)) == KV_LENGTHS
+        for il in (-1, SPLIT, N_LAYER):
+            assert s.tensor("weight", il) is None and s.length("k", il) == s.length("v", il) == 0
+
+
+def test_kind_input_has_no_lengths(good):
+    with Sidecar(good) as s:
+        assert s.length("k", 3) == s.length("v", 3) == 0
+
+
+def test_layers_may_have_keys_and_values_of_different_widths(good_kv, tmp_path):
+    def widen(raw):
+        """Layer 4 has 32 rows of K more."""
+        raw.set("ridge.k_length", [32, 64, 32])
+        for part, more in (("weight", bytes(32 * N_EMBD * 2)), ("bias", bytes(4 * 32))):
+            t = raw.tensor(f"blk.4.ridge.{part}")
+            t.data, t.shape = t.data + more, [*t.shape[:-1], t.shape[-1] + 32]
+
+    (tmp_path / "x.gguf").write_bytes(sf.operated(good_kv["kv"], widen))
+    with Sidecar(tmp_path / "x.gguf", MODEL) as s:
+        assert [s.length("k", il) for il in (3, 4, 5)] == [32, 64, 32]
+        assert s.tensor("weight", 4)[1] == (N_EMBD, 160)
+
+
+@pytest.mark.parametrize("key", KV_KEYS)
+@pytest.mark.parametrize("kind", ["kv", "kv_prev"])
+def test_missing_key_of_a_kv_kind_is_refused_by_name(kind, key, good_kv, tmp_path):
+    message = refusal_of(sf.operated(good_kv[kind], lambda raw: raw.drop(f"ridge.{key}"), seal=False), tmp_path)
+    assert message.startswith(f"key 'ridge.{key}' is missing")
+
+
+@pytest.mark.parametrize("key", KV_KEYS)
+def test_key_of_a_kv_kind_of_another_type_is_refused(key, good_kv, tmp_path):
+    def retype(raw):
+        kv = raw.kv(f"ridge.{key}")
+        kv.kind, kv.values = sf.I32, [1] * len(kv.values)
+
+    expected = "u32" if key.endswith("length") else "f32"
+    message = refusal_of(sf.operated(good_kv["kv"], retype, seal=False), tmp_path)
+    assert is_named(message, f"ridge.{key}") and message.endswith(f"expected array of {expected}")
+
+
+@pytest.mark.parametrize(
+    "key, value, expected",
+    [
+        ("ridge.k_length", [32] * 2, "key 'ridge.k_length' holds 2 numbers, expected 3: one per layer 3 to 5"),
+        ("ridge.v_length", [96] * 4, "key 'ridge.v_length' holds 4 numbers, expected 3: one per layer 3 to 5"),
+        ("ridge.v_length", [96, 0, 96], "key 'ridge.v_length' is 0 for layer 4, expected 1 to 2147483647"),
+        ("ridge.k_length", [32, 32, 2**31], "key 'ridge.k_length' is 2147483648 for layer 5, expected 1 to 2147483647"),
+        ("ridge.k_length", [31, 32, 32], "tensor 'blk.3.ridge.weight' has the shape [64, 128], expected [64, 127]"),
+        ("ridge.v_length", [96, 2**31 - 1, 96], f"tensor 'blk.4.ridge.weight' has the shape [64, 128], expected [64, {2**31 + 31}]"),
+        ("ridge.lambda_v", [0.1] * 2, "key 'ridge.lambda_v' holds 2 numbers, expected 3: one per layer 3 to 5"),
+        ("ridge.lambda_k", [0.1, -1.0, 0.1], "key 'ridge.lambda_k' is -1 for layer 4, expected a finite number from 0 to inf"),
+        ("ridge.r2_k", [], "key 'ridge.r2_k' holds 0 numbers, expected 3: one per layer 3 to 5"),
+        ("ridge.r2_v", [0.5, 1.5, 0.5], "key 'ridge.r2_v' is 1.5 for layer 4, expected a finite number from -inf to 1"),
+        ("ridge.kind", "kv_prev", "tensor 'blk.3.ridge.weight' has the shape [64, 128], expected [128, 128]"),
+        ("ridge.kind", "input", "key 'ridge.lambda' is missing"),
+    ],
+)
+def test_key_of_kind_kv_out_of_range_is_refused_with_found_and_expected(key, value, expected, good_kv, tmp_path):
+    assert refusal_of(sf.operated(good_kv["kv"], lambda raw: raw.set(key, value), seal=False), tmp_path).startswith(expected)
+
+
+def test_bias_of_another_width_is_refused(good_kv, tmp_path):
+    def cut(raw):
+        t = raw.tensor("blk.5.ridge.bias")
+        t.shape, t.data = [64], t.data[: 4 * 64]
+
+    message = refusal_of(sf.operated(good_kv["kv"], cut), tmp_path)
+    assert message == "tensor 'blk.5.ridge.bias' has the shape [64], expected [128]"
 
 
 #

@@ -135,7 +135,8 @@ class _Sums:
         """
         x = {s: self.targets.features(inputs[s])[self.n_sink :] for s in self.splits}
         if not self.moments:
-            self._start(x, inputs)
+            with np.errstate(invalid="ignore"):  # about() refuses what is not finite by its place
+                self._start(x, inputs)
         moments = self.moments[part]
         for at in range(0, len(x[self.splits[0]]), MAX_ROWS):
             rows = slice(at, at + MAX_ROWS)
