@@ -19,6 +19,10 @@ RECORDS = {
     "general.name",
     "ridge.lambda",
     "ridge.r2",
+    "ridge.lambda_k",
+    "ridge.lambda_v",
+    "ridge.r2_k",
+    "ridge.r2_v",
     "ridge.calibration.sources",
     "ridge.calibration.n_tokens",
     "ridge.calibration.n_documents",
@@ -38,6 +42,16 @@ def good(request, tmp_path_factory) -> bytes:
     """A good sidecar of each map type; d = 36 (f32, f16) puts padding behind the biases."""
     d = 64 if request.param == "q8_0" else 36
     return sf.write_example(tmp_path_factory.mktemp("good") / "x.gguf", map_type=request.param, n_embd=d).read_bytes()
+
+
+@pytest.fixture(scope="module", params=[*sf.TYPES, "kv", "kv_prev"])
+def intact(request, tmp_path_factory) -> bytes:
+    """A good one, of each kind too: the kv ones predict K and V of 12 and 24 numbers."""
+    if request.param in sf.TYPES:
+        what = dict(map_type=request.param, n_embd=64 if request.param == "q8_0" else 36)
+    else:
+        what = dict(map_type="f16", n_embd=36, kind=request.param, kv_lengths=(12, 24))
+    return sf.write_example(tmp_path_factory.mktemp("good") / "x.gguf", **what).read_bytes()
 
 
 @pytest.fixture(scope="module")
@@ -60,36 +74,36 @@ def refuse(tmp_path):
 #
 
 
-def test_truncation_at_every_tensor_boundary_and_a_byte_either_side_names_the_cut_tensor(good, refuse):
-    spans = list(sf.tensor_spans(good))
+def test_truncation_at_every_tensor_boundary_and_a_byte_either_side_names_the_cut_tensor(intact, refuse):
+    spans = list(sf.tensor_spans(intact))
     for i, (name, begin, end) in enumerate(spans):
         for cut in (begin, begin + 1, (begin + end) // 2, end - 1):
-            assert refuse(good[:cut]) == f"tensor '{name}' ends at byte {end}, but the file has {cut} bytes: it is truncated"
-        for cut in {end, end + 1} - {len(good), len(good) + 1}:
-            message = refuse(good[:cut])
+            assert refuse(intact[:cut]) == f"tensor '{name}' ends at byte {end}, but the file has {cut} bytes: it is truncated"
+        for cut in {end, end + 1} - {len(intact), len(intact) + 1}:
+            message = refuse(intact[:cut])
             if i + 1 < len(spans):
                 assert message == (
                     f"tensor '{spans[i + 1][0]}' ends at byte {spans[i + 1][2]}, but the file has {cut} bytes: it is truncated"
                 )
             else:
                 assert message == (
-                    f"the file has {cut} bytes, expected {len(good)} with the padding of tensor '{name}': it is truncated"
+                    f"the file has {cut} bytes, expected {len(intact)} with the padding of tensor '{name}': it is truncated"
                 )
 
 
-def test_truncation_at_every_field_of_the_header_and_a_byte_either_side_is_refused(good, refuse):
-    raw = sf.read_raw(good)
+def test_truncation_at_every_field_of_the_header_and_a_byte_either_side_is_refused(intact, refuse):
+    raw = sf.read_raw(intact)
     cuts = {at + k for _, at, size in raw.fields for k in (-1, 0, 1, size) if 0 < at + k}
     assert len(cuts) > 400
     for cut in sorted(cuts):
-        message = refuse(good[:cut])
+        message = refuse(intact[:cut])
         assert "truncated" in message or cut < 4, (cut, message)
 
 
-def test_file_without_its_last_byte_or_with_one_more_is_refused(good, refuse):
-    refuse(good[:-1])
+def test_file_without_its_last_byte_or_with_one_more_is_refused(intact, refuse):
+    refuse(intact[:-1])
     for more in (b"\0", bytes(32), b"x" * 10**6):
-        assert "it goes on after its end" in refuse(good + more)
+        assert "it goes on after its end" in refuse(intact + more)
 
 
 #
@@ -113,16 +127,16 @@ def field_at(data: bytes, byte: int) -> str:
     return next((name for name, at, size in sf.read_raw(data).fields if at <= byte < at + size), "data")
 
 
-def test_flipped_bit_is_refused_unless_it_lies_in_a_record_a_warning_or_advice(good, tmp_path):
+def test_flipped_bit_is_refused_unless_it_lies_in_a_record_a_warning_or_advice(intact, tmp_path):
     path, n_refused, accepted = tmp_path / "x.gguf", 0, set()
-    bits = seeded_bits(good, 500, seed=1)
-    raw = sf.read_raw(good)
+    bits = seeded_bits(intact, 500, seed=1)
+    raw = sf.read_raw(intact)
     expect = {**MODEL, "embedding_length": raw.kv("ridge.embedding_length").values[0]}
     for bit in bits:
-        path.write_bytes(flipped(good, bit))
+        path.write_bytes(flipped(intact, bit))
         try:
             with Sidecar(path, expect):
-                accepted.add(field_at(good, bit // 8))
+                accepted.add(field_at(intact, bit // 8))
         except Refused:
             n_refused += 1
     assert accepted <= {f"{key} value" for key in RECORDS | WARNINGS | ADVICE}
@@ -262,9 +276,9 @@ def test_key_name_of_control_characters_is_shown_escaped(good, refuse):
 #
 
 
-@pytest.mark.parametrize("map_type", ["f16", "q8_0"])
-def test_thousands_of_mutants_are_refused_or_mean_the_same_and_none_ends_the_process(map_type, tmp_path):
-    good = sf.write_example(tmp_path / "good.gguf", map_type=map_type)
+@pytest.mark.parametrize("kind, map_type", [("input", "f16"), ("input", "q8_0"), ("kv_prev", "f16")])
+def test_thousands_of_mutants_are_refused_or_mean_the_same_and_none_ends_the_process(kind, map_type, tmp_path):
+    good = sf.write_example(tmp_path / "good.gguf", map_type=map_type, kind=kind, kv_lengths=(32, 32))
     n = 2000
     worker = Path(__file__).with_name("sidecar_fuzz.py")
     p = subprocess.run([sys.executable, worker, good, "0", str(n), tmp_path], capture_output=True, text=True, timeout=300)
