@@ -42,25 +42,25 @@ def engine(patched_lib):
 
 @pytest.fixture(scope="module")
 def pico_case(pico_model, tmp_path_factory):
-    """get(name) -> (engine's model, oracle's model, path of random maps, tokens); each opened once."""
-    folder, cases = tmp_path_factory.mktemp("maps"), {}
+    """get(name, kind) -> (engine's model, oracle's model, path of random maps, tokens); each made once."""
+    folder, cases, paths = tmp_path_factory.mktemp("maps"), {}, {}
 
-    def get(name: str):
+    def get(name: str, kind: str = ref.INPUT):
         if name not in cases:
             path = pico_model(name.split("-")[0], n_layer=6, **MODELS[name])
-            model = lib.Model(path)
-            maps = write_maps(model, folder / f"{name}.gguf", SPLIT, seed=3)
-            tokens = np.random.default_rng(11).integers(3, 259, N_ROWS).tolist()
-            cases[name] = model, ref.Weights(path), maps, tokens
-        return cases[name]
+            cases[name] = lib.Model(path), ref.Weights(path), np.random.default_rng(11).integers(3, 259, N_ROWS).tolist()
+        model, weights, tokens = cases[name]
+        if (name, kind) not in paths:
+            paths[name, kind] = write_maps(model, folder / f"{name}.{kind}.gguf", SPLIT, seed=3, kind=kind)
+        return model, weights, paths[name, kind], tokens
 
     yield get
     for model, *_ in cases.values():
         model.close()
 
 
-def write_maps(model: lib.Model, path, split: int, seed: int):
-    made_for = model.fingerprint(split)
+def write_maps(model: lib.Model, path, split: int, seed: int, kind: str = ref.INPUT):
+    made_for, width = model.fingerprint(split), model.n_head_kv * model.head_size
     return sidecar_files.write_sidecar(
         path,
         arch=model.architecture,
@@ -68,6 +68,8 @@ def write_maps(model: lib.Model, path, split: int, seed: int):
         n_embd=model.n_embd,
         split=split,
         map_type="f32",
+        kind=kind,
+        kv_lengths=(width, width),
         tokenizer_sha256=made_for["tokenizer_sha256"],
         hparams=made_for["hparams"],
         seed=seed,
@@ -121,6 +123,7 @@ def assert_equal(engine_run, oracle: ref.Result, fill: ref.Fill, bound=KV_ERROR,
     assert last_kl(logits, oracle.logits[-1]) <= bound_kl
 
 
+KINDS = (ref.INPUT, ref.KV, ref.KV_PREV)
 ARMS = [
     ref.Fill(),
     ref.Fill(ref.IDENTITY, SPLIT, N_TAIL, N_SINK),
@@ -133,6 +136,12 @@ ARMS = [
 
 def arm_name(fill: ref.Fill) -> str:
     return fill.mode + ("+rows" if fill.exact_rows else "")
+
+
+def with_kinds(arms: list[ref.Fill]) -> list:
+    """Parameters (arm, kind): kinds make a difference to mode fill alone."""
+    pairs = [(arm, kind) for arm in arms for kind in (KINDS if arm.mode == ref.FILL else KINDS[:1])]
+    return [pytest.param(arm, kind, id=arm_name(arm) + (f"-{kind}" if arm.mode == ref.FILL else "")) for arm, kind in pairs]
 
 
 def with_maps(fill: ref.Fill, path) -> ref.Fill:
@@ -148,55 +157,130 @@ def run_both(model, weights, path, tokens, fill: ref.Fill, **engine_options):
         return run_engine(model, tokens, fill, maps, **engine_options), ref.forward(weights, tokens, fill)
 
 
-@pytest.mark.parametrize("fill", ARMS, ids=arm_name)
+@pytest.mark.parametrize("fill, kind", with_kinds(ARMS))
 @pytest.mark.parametrize("name", MODELS)
-def test_cache_and_logits_equal_the_oracle(pico_case, name, fill):
-    model, weights, path, tokens = pico_case(name)
+def test_cache_and_logits_equal_the_oracle(pico_case, name, fill, kind):
+    """Prompts of three ubatches: for kv_prev the row before lies in another one twice."""
+    model, weights, path, tokens = pico_case(name, kind)
     fill = with_maps(fill, path)
     assert_equal(*run_both(model, weights, path, tokens, fill), fill)
 
 
-@pytest.mark.parametrize("fill", ARMS[1:], ids=arm_name)
+@pytest.mark.parametrize("fill, kind", with_kinds(ARMS[1:]))
 @pytest.mark.parametrize("name", ["llama", "qwen3-head32"])
-def test_flash_attention_equals_the_oracle_to_half_precision(pico_case, name, fill):
+def test_flash_attention_equals_the_oracle_to_half_precision(pico_case, name, fill, kind):
     """Upstream casts an f32 cache to f16 for flash attention: eleven bits instead of twenty-four."""
-    model, weights, path, tokens = pico_case(name)
+    model, weights, path, tokens = pico_case(name, kind)
     fill = with_maps(fill, path)
     assert_equal(*run_both(model, weights, path, tokens, fill, flash_attn=True), fill, bound=5e-3, bound_kl=1e-3)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n_tail, n_ubatch, split", [(1, 64, 1), (290, 64, 2), (64, 512, 4), (130, 100, 3)])
-def test_other_tails_ubatches_and_splits(pico_case, tmp_path, n_tail, n_ubatch, split):
+def test_other_tails_ubatches_and_splits(pico_case, tmp_path, n_tail, n_ubatch, split, kind):
     model, weights, _, tokens = pico_case("qwen3")
-    path = write_maps(model, tmp_path / "maps.gguf", split, seed=5)
+    path = write_maps(model, tmp_path / "maps.gguf", split, seed=5, kind=kind)
     fill = ref.Fill(ref.FILL, split, n_tail, N_SINK, EXACT_ROWS, ref.load_maps(path))
     assert_equal(*run_both(model, weights, path, tokens, fill, n_ubatch=n_ubatch), fill)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "n_sink, n_ubatch, exact_rows",
+    [
+        (0, 64, ()),  # row 0 is filled: nothing lies before it
+        (4, 64, range(64, 192)),  # two ubatches of exact rows alone, then filled ones
+        (64, 64, ()),  # the sink is the first ubatch
+        (4, 64, range(63, 240, 64)),  # the last row of each ubatch is exact, the first of the next is not
+        (4, 1, range(4, 30, 3)),  # every row is an ubatch
+    ],
+)
+def test_the_row_before_is_found_wherever_it_ran(pico_case, n_sink, n_ubatch, exact_rows, kind):
+    model, weights, path, tokens = pico_case("llama", kind)
+    n_rows = 60 if n_ubatch == 1 else N_ROWS
+    fill = ref.Fill(ref.FILL, SPLIT, N_TAIL if n_ubatch > 1 else 10, n_sink, tuple(exact_rows), ref.load_maps(path))
+    assert_equal(*run_both(model, weights, path, tokens[:n_rows], fill, n_ubatch=n_ubatch), fill)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n_cached, n_ubatch", [(150, 64), (128, 128), (3, 64)])
+def test_a_prompt_behind_a_cached_prefix_equals_the_oracle(pico_case, n_cached, n_ubatch, kind):
+    """Filled rows of two prefills. The state of the row before the second was not kept: with kv_prev its first row is exact."""
+    model, weights, path, tokens = pico_case("qwen2", kind)
+    with (
+        lib.Maps(model, path) as maps,
+        lib.Context(model, N_ROWS + 32, n_ubatch=n_ubatch, flash_attn=False, type_k="f32", type_v="f32", n_threads=1) as ctx,
+    ):
+        settings = dict(mode="fill", maps=maps, n_tail=20, n_sink=N_SINK, exact_rows=(30, 31))
+        _, first = ctx.fill_and_decode(tokens[:n_cached], **{**settings, "exact_rows": ()})
+        logits, second = ctx.fill_and_decode(tokens[n_cached:], pos0=n_cached, **settings)
+        k, v = ([ctx.get_kv(0, il, what, 0, N_ROWS) for il in range(model.n_layer)] for what in "kv")
+    exact = {*range(max(0, n_cached - 20), n_cached), n_cached + 30, n_cached + 31}
+    if kind == ref.KV_PREV:
+        exact.add(n_cached)
+    fill = ref.Fill(ref.FILL, SPLIT, 20, N_SINK, tuple(sorted(exact)), ref.load_maps(path))
+    filled = [*first.filled, *(second.filled + n_cached)]
+    assert_equal((k, v, logits[0], np.array(filled)), ref.forward(weights, tokens, fill), fill)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("change", ["no maps", "other maps", "split", "sink", "tail", "rows"])
-def test_the_comparison_sees_a_difference(pico_case, tmp_path, change):
+def test_the_comparison_sees_a_difference(pico_case, tmp_path, change, kind):
     """An oracle that is told something else disagrees by far more than the bound."""
-    model, weights, path, tokens = pico_case("llama")
+    model, weights, path, tokens = pico_case("llama", kind)
     told = ref.Fill(ref.FILL, SPLIT, N_TAIL, N_SINK, EXACT_ROWS, ref.load_maps(path))
+
+    def other_maps() -> ref.Maps:
+        return ref.load_maps(write_maps(model, tmp_path / "other.gguf", SPLIT, seed=4, kind=kind))
+
+    moved = ref.Maps(kind, {**told.maps.layers, SPLIT: told.maps.layers[SPLIT + 1]})
     other = {
         "no maps": lambda: ref.Fill(ref.IDENTITY, SPLIT, N_TAIL, N_SINK, EXACT_ROWS),
-        "other maps": lambda: ref.Fill(
-            ref.FILL,
-            SPLIT,
-            N_TAIL,
-            N_SINK,
-            EXACT_ROWS,
-            ref.load_maps(write_maps(model, tmp_path / "other.gguf", SPLIT, seed=4)),
-        ),
-        "split": lambda: ref.Fill(ref.FILL, SPLIT + 1, N_TAIL, N_SINK, EXACT_ROWS, told.maps),
+        "other maps": lambda: ref.Fill(ref.FILL, SPLIT, N_TAIL, N_SINK, EXACT_ROWS, other_maps()),
+        "split": lambda: ref.Fill(ref.FILL, SPLIT - 1, N_TAIL, N_SINK, EXACT_ROWS, moved),
         "sink": lambda: ref.Fill(ref.FILL, SPLIT, N_TAIL, 0, EXACT_ROWS, told.maps),
         "tail": lambda: ref.Fill(ref.FILL, SPLIT, N_TAIL - 1, N_SINK, EXACT_ROWS, told.maps),
         "rows": lambda: ref.Fill(ref.FILL, SPLIT, N_TAIL, N_SINK, EXACT_ROWS[:-1], told.maps),
     }[change]()
+    assert_disagrees(model, weights, path, tokens, told, other)
+
+
+def assert_disagrees(model, weights, path, tokens, told: ref.Fill, other: ref.Fill) -> None:
     (k, v, _, _), oracle = run_both(model, weights, path, tokens, told)
     assert max(kv_error(k, oracle.k) + kv_error(v, oracle.v)) <= KV_ERROR
     wrong = ref.forward(weights, tokens, other)
     assert max(kv_error(k, wrong.k) + kv_error(v, wrong.v)) > 10 * KV_ERROR
+
+
+@pytest.mark.parametrize("ignored", ["row before", "own row", "order of K and V"])
+def test_the_comparison_sees_what_a_map_reads_and_writes(pico_case, ignored):
+    """Maps of kind kv_prev that ignore the row before, or the row itself, or take V for K, disagree as well."""
+    model, weights, path, tokens = pico_case("llama", ref.KV_PREV)
+    told = ref.Fill(ref.FILL, SPLIT, N_TAIL, N_SINK, EXACT_ROWS, ref.load_maps(path))
+    d = model.n_embd
+
+    def changed(a: np.ndarray, b: np.ndarray):
+        if ignored == "order of K and V":
+            return np.roll(a, len(a) // 2, axis=0), np.roll(b, len(b) // 2)
+        own, before = np.split(a, [d], axis=1)
+        return np.hstack([own, 0 * before] if ignored == "row before" else [0 * own, before]), b
+
+    maps = ref.Maps(ref.KV_PREV, {il: changed(a, b) for il, (a, b) in told.maps.layers.items()})
+    assert_disagrees(model, weights, path, tokens, told, ref.Fill(ref.FILL, SPLIT, N_TAIL, N_SINK, EXACT_ROWS, maps))
+
+
+def test_a_layers_own_projections_as_kv_map_are_mode_identity(pico_model):
+    """In the oracle alone: both give the K and V that the layer computes of x_S."""
+    weights = ref.Weights(pico_model("qwen3", n_layer=6))
+    tokens = np.random.default_rng(1).integers(3, 259, 60).tolist()
+    identity = ref.forward(weights, tokens, ref.Fill(ref.IDENTITY, SPLIT, 10))
+    layers = {}
+    for il in range(SPLIT + 1, 6):
+        w = np.concatenate([weights.layer(il, f"attn_{which}.weight") for which in "kv"])
+        layers[il] = w * weights.layer(il, "attn_norm.weight"), np.zeros(len(w))
+    kv = ref.forward(weights, tokens, ref.Fill(ref.FILL, SPLIT, 10, maps=ref.Maps(ref.KV, layers)))
+    assert max(kv_error(kv.k, identity.k) + kv_error(kv.v, identity.v)) < 1e-12
+    assert np.abs(kv.logits - identity.logits).max() < 1e-9
 
 
 @pytest.fixture(scope="module")
@@ -209,27 +293,26 @@ def smollm2_case(smollm2, patched_lib, tmp_path_factory):
     )
     assert p.returncode == 0, p.stderr
     with lib.Model(f32) as model:
-        maps = write_maps(model, folder / "maps.gguf", 19, seed=7)
+        maps = {kind: write_maps(model, folder / f"{kind}.gguf", 19, seed=7, kind=kind) for kind in KINDS}
         text = " ".join(f"Line {i}: the harbour master wrote {i * 37 % 101} names in the book." for i in range(40))
         yield model, ref.Weights(smollm2), maps, model.tokenize(text)[:N_ROWS_SMOLLM2]
 
 
-@pytest.mark.parametrize(
-    "fill",
-    [
-        ref.Fill(),
-        ref.Fill(ref.IDENTITY, 15, N_TAIL),
-        ref.Fill(ref.FILL, 19, N_TAIL),
-        ref.Fill(ref.FILL, 19, N_TAIL, 4, EXACT_ROWS[:-2]),
-        ref.Fill(ref.NOFILL, 19, N_TAIL),
-    ],
-    ids=arm_name,
-)
-def test_smollm2_equals_the_oracle(smollm2_case, fill):
-    model, weights, path, tokens = smollm2_case
+SMOLLM2_ARMS = [
+    ref.Fill(),
+    ref.Fill(ref.IDENTITY, 15, N_TAIL),
+    ref.Fill(ref.FILL, 19, N_TAIL),
+    ref.Fill(ref.FILL, 19, N_TAIL, 4, EXACT_ROWS[:-2]),
+    ref.Fill(ref.NOFILL, 19, N_TAIL),
+]
+
+
+@pytest.mark.parametrize("fill, kind", with_kinds(SMOLLM2_ARMS))
+def test_smollm2_equals_the_oracle(smollm2_case, fill, kind):
+    model, weights, paths, tokens = smollm2_case
     assert len(tokens) == N_ROWS_SMOLLM2
-    fill = with_maps(fill, path)
-    assert_equal(*run_both(model, weights, path, tokens, fill), fill)
+    fill = with_maps(fill, paths[kind])
+    assert_equal(*run_both(model, weights, paths[kind], tokens, fill), fill)
 
 
 def test_the_oracle_refuses_what_it_cannot_run(tmp_path, pico_model):

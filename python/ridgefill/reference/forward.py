@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .fill import NOFILL, Fill
+from .fill import INPUT, NOFILL, Fill, features
 from .rope import rotate
 from .weights import Weights
 
@@ -16,7 +16,7 @@ from .weights import Weights
 class Result:
     """k, v    one [n, n_head_kv, head] per layer, as a cache holds them: K after norm and rotation. In mode nofill the
                rows that a layer does not hold are NaN
-    x          one [n, d] per layer: its input, true or predicted (NaN where mode nofill has none)
+    x          one [n, d] per layer: its input, true or predicted (NaN where there is none: mode nofill, and maps of K and V)
     rows       [m] rows that ran every layer, ascending
     logits     [m, n_vocab] of those rows
     """
@@ -43,7 +43,7 @@ def forward(weights: Weights, tokens: Sequence[int], fill: Fill = Fill()) -> Res
     ks, vs, xs = [], [], []
     for il in range(h.n_layer):
         visible = np.ones(n, dtype=bool)
-        inputs = x
+        inputs, predicted = x, None
         if filled.any() and il >= fill.split:
             if il == fill.split:
                 x_split, live, x = x, np.flatnonzero(~filled), x[~filled]
@@ -52,9 +52,12 @@ def forward(weights: Weights, tokens: Sequence[int], fill: Fill = Fill()) -> Res
             if fill.mode == NOFILL:
                 visible = ~filled
                 inputs[filled] = np.nan
+            elif fill.kind != INPUT and il > fill.split:
+                inputs[filled] = np.nan
+                predicted = fill.maps(il, features(fill.kind, x_split, h.eps)[filled])
             else:
                 inputs[filled] = fill.predict(il, x_split[filled])
-        x, k, v = _layer(weights, il, x, inputs, live, visible)
+        x, k, v = _layer(weights, il, x, inputs, live, visible, filled, predicted)
         ks.append(k)
         vs.append(v)
         xs.append(inputs)
@@ -63,30 +66,36 @@ def forward(weights: Weights, tokens: Sequence[int], fill: Fill = Fill()) -> Res
     return Result(ks, vs, xs, live, x @ head.T)
 
 
-def _layer(w: Weights, il: int, x: np.ndarray, inputs: np.ndarray, live: np.ndarray, visible: np.ndarray):
-    """One block. x [m, d] states of the live rows; inputs [n, d] what K and V of all rows come from.
+def _layer(w: Weights, il: int, x, inputs, live, visible, filled, predicted):
+    """One block.
+
+    x [m, d] states of the live rows; inputs [n, d] what K and V of all rows come from, but for those of the `filled` rows
+    where maps predicted them: predicted [n_filled, K width + V width], before norm and rotation.
 
     Returns (x after the block [m, d], K [n, n_head_kv, head], V of the same shape).
     """
     h = w.hparams
     norm = w.layer(il, "attn_norm.weight")
-    q = _project(w, il, "q", rms_norm(x, norm, h.eps), h.n_head, live)
     z = rms_norm(inputs, norm, h.eps)
-    everyone = np.arange(len(inputs))
-    k = _project(w, il, "k", z, h.n_head_kv, everyone)
-    v = _project(w, il, "v", z, h.n_head_kv, everyone)
+    k, v = (_linear(w, il, which, z, h.n_head_kv) for which in "kv")
+    if predicted is not None:
+        k[filled], v[filled] = np.split(predicted.reshape(len(predicted), 2 * h.n_head_kv, h.head), 2, axis=1)
+    k = _turned(w, il, "k", k, np.arange(len(inputs)))
+    q = _turned(w, il, "q", _linear(w, il, "q", rms_norm(x, norm, h.eps), h.n_head), live)
     mixed = _attend(h, q, k, v, live, visible)
     x = x + mixed @ w.layer(il, "attn_output.weight").T + w.layer_or(il, "attn_output.bias", 0.0)
     return x + _feed_forward(w, il, rms_norm(x, w.layer(il, "ffn_norm.weight"), h.eps)), k, v
 
 
-def _project(w: Weights, il: int, which: str, z: np.ndarray, heads: int, positions: np.ndarray) -> np.ndarray:
-    """Q, K or V [n, heads, head] of normalised rows z [n, d]: bias, head norm and rotation as the file has them."""
-    h = w.hparams
+def _linear(w: Weights, il: int, which: str, z: np.ndarray, heads: int) -> np.ndarray:
+    """Q, K or V [n, heads, head] of normalised rows z [n, d], with its bias."""
     y = z @ w.layer(il, f"attn_{which}.weight").T + w.layer_or(il, f"attn_{which}.bias", 0.0)
-    y = y.reshape(len(z), heads, h.head)
-    if which == "v":
-        return y
+    return y.reshape(len(z), heads, w.hparams.head)
+
+
+def _turned(w: Weights, il: int, which: str, y: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Q or K [n, heads, head] after the head norm and the rotation that the file has."""
+    h = w.hparams
     norm = w.layer_or(il, f"attn_{which}_norm.weight", None)
     if norm is not None:
         y = rms_norm(y, norm, h.eps)
