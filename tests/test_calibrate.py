@@ -231,13 +231,14 @@ def test_kv_record_in_the_file(fitted_kv):
         assert order[at + 1 : at + 7] == [f"ridge.{k}" for k in ("k_length", "v_length", "lambda_k", "lambda_v", "r2_k", "r2_v")]
 
 
-def test_the_library_loads_and_uses_the_maps(model, fitted):
+@pytest.mark.parametrize("kind", ["input", "kv", "kv_prev"])
+def test_the_library_loads_and_uses_the_maps(model, fitted_kv, kind):
     """Filled upper-layer keys are those of the map: closer to the exact ones than identity's, and not the same."""
-    result = fitted[0][1]
+    result = fitted_kv[kind, 2]
     with lib.Model(model) as m, lib.Context(m, 512, n_ubatch=64, n_threads=1) as ctx, lib.Maps(m, result.path) as maps:
-        assert (maps.split, maps.n_tail, maps.n_sink, maps.kind) == (result.split, 512, SINK, "input")
+        assert (maps.split, maps.n_tail, maps.n_sink, maps.kind) == (result.split, 512, SINK, kind)
         assert maps.hash == hashlib.sha256(Path(result.path).read_bytes()).hexdigest()
-        assert maps.size >= 2 * 64 * 65 * 4
+        assert maps.size >= 2 * {"input": 64 * 65, "kv": 64 * 65, "kv_prev": 64 * 129}[kind] * 4
         tokens = m.tokenize(" ".join(np.random.default_rng(7).choice(WORDS, 80)))
         ctx.decode(tokens)
         exact = ctx.get_kv(0, 4, "k", SINK, 100)
@@ -247,6 +248,17 @@ def test_the_library_loads_and_uses_the_maps(model, fitted):
             ctx.fill_and_decode(tokens, mode=mode, maps=maps if mode == "fill" else None, split=2, n_tail=32)
             error[mode] = np.linalg.norm(ctx.get_kv(0, 4, "k", SINK, 100) - exact)
         assert 0 < error["fill"] < 0.8 * error["identity"]
+
+
+def test_the_library_refuses_maps_of_other_widths(model, tmp_path):
+    with lib.Model(model) as m:
+        fp = m.fingerprint(2)
+        path = sidecar_files.write_sidecar(
+            tmp_path / "m.gguf", arch="llama", n_layer=5, n_embd=64, split=2, map_type="f32", kind="kv", kv_lengths=(32, 64),
+            tokenizer_sha256=fp["tokenizer_sha256"], hparams=fp["hparams"],
+        )  # fmt: skip
+        with pytest.raises(RidgefillError, match="layer 3 give 32 and 64 values .* the model has 32 and 32"):
+            lib.Maps(m, path)
 
 
 @pytest.mark.parametrize("map_type", ["f16", "q8_0"])
