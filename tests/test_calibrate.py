@@ -382,6 +382,9 @@ def test_values_out_of_range_are_refused(model, corpus, tmp_path):
     empty.mkdir()
     assert "no text found" in refusal(TextError, text=[str(empty)])
     assert "found 0 and 1" in refusal(TextError, text=[str(corpus / "0.txt")])
+    for i in range(3):
+        (empty / f"{i}.txt").write_text("a b")
+    assert refusal(TextError, text=[str(empty)]) == "expected documents of more than 4 tokens to fit and to hold out, found 0 and 0"
     assert list(tmp_path.glob("*.gguf")) == []
 
 

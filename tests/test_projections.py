@@ -37,7 +37,7 @@ def rewritten(source: Path, path: Path, change: Callable[[dict], dict], arch: st
         (w.add_uint32 if isinstance(value, int) else w.add_float32)(f"{arch or old}.{name.replace('__', '.')}", value)
     tensors = {t.name: np.array(t.data) for t in reader.tensors}
     for name, data in change(tensors).items():
-        w.add_tensor(name, np.ascontiguousarray(data, np.float32))
+        w.add_tensor(name, np.ascontiguousarray(data, None if data.dtype == np.int8 else np.float32))
     w.write_header_to_file()
     w.write_kv_data_to_file()
     w.write_tensors_to_file()
@@ -163,6 +163,8 @@ def test_models_that_cannot_be_projected_are_refused_by_name(pico_model, tmp_pat
     missing = refusal(lambda t: {k: v for k, v in t.items() if k != "blk.1.attn_v.weight"})
     assert missing == "expected tensor blk.1.attn_v.weight in the model file, found none"
     narrow = refusal(lambda t: {**t, "blk.1.attn_k.weight": t["blk.1.attn_k.weight"][:32]})
+    whole_numbers = refusal(lambda t: {**t, "blk.1.attn_k.weight": np.ones((64, 128), np.int8)})
+    assert whole_numbers.startswith("blk.1.attn_k.weight: type I8 cannot be read here")
     assert narrow == "layer 1: expected 64 rows of K and 64 of V, found 96 in all"
 
 

@@ -16,7 +16,7 @@ from threadpoolctl import threadpool_limits
 
 from . import sidecar
 from .capture import Chunk, activations, chunks, select
-from .errors import RidgeError, RidgefillError
+from .errors import RidgeError, RidgefillError, TextError
 from .kinds import Targets, families
 from .lib import Context, Model
 from .solve import LAMBDAS, Ridge, check_fit
@@ -171,6 +171,11 @@ class Calibration:
             self.selection = select(documents, config.seed, config.heldout_documents)
             self.fit = chunks(self.model, self.selection.fit, config.ctx, config.sink, config.n_tokens)
             self.heldout = chunks(self.model, self.selection.heldout, config.ctx, config.sink)
+            if not self.fit or not self.heldout:
+                raise TextError(
+                    f"expected documents of more than {config.sink} tokens to fit and to hold out, "
+                    f"found {len(self._used(self.fit, self.selection.fit))} and {len(self._used(self.heldout, self.selection.heldout))}"
+                )
         except BaseException:
             self.model.close()
             raise
