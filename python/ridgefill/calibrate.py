@@ -101,7 +101,8 @@ def _check(config: Config, model: Model) -> None:
         raise RidgefillError(f"splits: expected at least one and each once, found {config.splits}")
     for split in config.splits:
         if not 1 <= split <= model.n_layer - 2:
-            raise RidgefillError(f"split: expected 1 to {model.n_layer - 2} for a model of {model.n_layer} layers, found {split}")
+            n = model.n_layer
+            raise RidgefillError(f"split: expected 1 to {n - 2} for a model of {n} layers, found {split}")
     if not 0 <= config.sink < config.ctx:
         raise RidgefillError(f"sink rows: expected 0 to {config.ctx - 1}, found {config.sink}")
     if config.tail < 1:
@@ -172,9 +173,9 @@ class Calibration:
             self.fit = chunks(self.model, self.selection.fit, config.ctx, config.sink, config.n_tokens)
             self.heldout = chunks(self.model, self.selection.heldout, config.ctx, config.sink)
             if not self.fit or not self.heldout:
+                n_fit, n_heldout = len({c.document for c in self.fit}), len({c.document for c in self.heldout})
                 raise TextError(
-                    f"expected documents of more than {config.sink} tokens to fit and to hold out, "
-                    f"found {len(self._used(self.fit, self.selection.fit))} and {len(self._used(self.heldout, self.selection.heldout))}"
+                    f"expected documents of more than {config.sink} tokens to fit and to hold out, found {n_fit} and {n_heldout}"
                 )
         except BaseException:
             self.model.close()
@@ -236,7 +237,9 @@ class Calibration:
                     report("capture", done, total)
         return sums
 
-    def _solve(self, kind: str, targets: Targets, fit: Moments, heldout: Moments, report: Callable[[], None]) -> sidecar.Sidecar:
+    def _solve(
+        self, kind: str, targets: Targets, fit: Moments, heldout: Moments, report: Callable[[], None]
+    ) -> sidecar.Sidecar:
         """The sidecar of one split and kind, with maps and scores as they are written."""
         c, ridge, split = self.config, Ridge(fit, heldout), fit.split
         parts = sidecar.PARTS[kind]
@@ -256,9 +259,19 @@ class Calibration:
             biases.append(np.concatenate([bias for _, bias in rows]))
             report()
         return sidecar.Sidecar(
-            self.fingerprints[split], split, c.sink, c.tail, c.map_type, lambdas, r2, weights, biases, self._record(fit, heldout),
-            kind=kind, kv_lengths=[targets.kv_lengths(il) for il in fit.layers] if kind != "input" else [],
-        )  # fmt: skip
+            fingerprint=self.fingerprints[split],
+            split=split,
+            sink_rows=c.sink,
+            tail=c.tail,
+            map_type=c.map_type,
+            lambdas=lambdas,
+            r2=r2,
+            weights=weights,
+            biases=biases,
+            calibration=self._record(fit, heldout),
+            kind=kind,
+            kv_lengths=[targets.kv_lengths(il) for il in fit.layers] if kind != "input" else [],
+        )
 
     def _record(self, fit: Moments, heldout: Moments) -> sidecar.Calibration:
         used, heldout_used = self._used(self.fit, self.selection.fit), self._used(self.heldout, self.selection.heldout)

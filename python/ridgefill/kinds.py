@@ -88,7 +88,9 @@ Targets = InputTargets | KvTargets
 def families(kinds: list[str], model_path: str, n_embd: int, layers: range) -> list[tuple[Targets, list[str]]]:
     """Targets whose sums serve the kinds beside them: kv's features are the first half of kv_prev's.
 
-    `layers` are the mapped ones. Raises RidgefillError for an unknown kind, and for a model whose projections cannot be computed.
+    `layers` are the mapped ones.
+
+    Raises RidgefillError for an unknown kind, and for a model whose projections cannot be computed.
     """
     if not kinds or len(set(kinds)) != len(kinds) or any(k not in KINDS for k in kinds):
         raise RidgefillError(f"kinds: expected some of {', '.join(KINDS)}, each once, found {', '.join(kinds) or 'none'}")

@@ -61,7 +61,8 @@ class _File:
         try:
             return gguf.quants.dequantize(t.data, t.tensor_type).astype(np.float32, copy=False)
         except NotImplementedError:
-            raise RidgefillError(f"{name}: type {t.tensor_type.name} cannot be read here; calibrate with an F16 or Q8_0 file") from None
+            what = f"{name}: type {t.tensor_type.name} cannot be read here"
+            raise RidgefillError(f"{what}; calibrate with an F16 or Q8_0 file") from None
 
     def required(self, name: str) -> np.ndarray:
         if (value := self.tensor(name)) is None:
@@ -85,8 +86,8 @@ class Projections:
         self.eps = float(self._require(f"{arch}.attention.layer_norm_rms_epsilon"))
         self._n_blocks = int(self._require(f"{arch}.block_count"))
         clamp = f"{arch}.attention.clamp_kqv"
-        if self._file.get(clamp, 0.0):
-            raise RidgefillError(f"{clamp}: expected projections that are not clamped, found a clamp at {self._file.get(clamp)}")
+        if limit := self._file.get(clamp, 0.0):
+            raise RidgefillError(f"{clamp}: expected projections that are not clamped, found a clamp at {limit}")
         n_head = self._require(f"{arch}.attention.head_count")
         n_head_kv = self._file.get(f"{arch}.attention.head_count_kv", n_head)
         head = self._require(f"{arch}.embedding_length") // (max(n_head) if isinstance(n_head, list) else n_head)

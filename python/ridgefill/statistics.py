@@ -1,9 +1,9 @@
 """Sums over rows from which every ridge regression of a model is solved.
 
 One `Moments` belongs to one split layer S, one set of features x and one set of documents; y_l is what the map of layer
-l > S predicts (`kinds`). It holds n, sum(x), sum(y_l), X^T X, X^T Y_l and the squares of y_l in float64, all taken about fixed
-origins: the residual stream has channels whose mean is far larger than their spread, and sums about zero would lose the
-spread to rounding.
+l > S predicts (`kinds`). It holds n, sum(x), sum(y_l), X^T X, X^T Y_l and the squares of y_l in float64, all taken about
+fixed origins: the residual stream has channels whose mean is far larger than their spread, and sums about zero would lose
+the spread to rounding.
 
 Blocks of rows are added one at a time, sets are merged by adding; the result does not depend on where blocks were cut (up to the
 last bits of float64).

@@ -80,7 +80,7 @@ class Fill:
 
 
 def features(kind: str, x_split: np.ndarray, eps: float) -> np.ndarray:
-    """What maps of kind kv or kv_prev read, [n, d] or [n, 2d], from the split states [n, d] of all rows, row 0 at position 0."""
+    """What maps of kind kv or kv_prev read, [n, d] or [n, 2d], from the split states [n, d] of rows at positions 0..n-1."""
     n = x_split / np.sqrt((x_split**2).mean(axis=1, keepdims=True) + eps)
     return n if kind == KV else np.hstack([n, np.vstack([np.zeros_like(n[:1]), n[:-1]])])
 
