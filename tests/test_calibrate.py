@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import gguf
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 
 import sidecar_files
 from ridgefill import calibrate as cal
-from ridgefill import cli, lib, sidecar
+from ridgefill import cli, lib, native, sidecar
 from ridgefill.errors import OutputExists, RidgefillError, StatisticsError, TextError
 from ridgefill.text import read_documents
 
@@ -450,3 +451,24 @@ def test_exit_codes_say_what_was_wrong(model, corpus, tmp_path):
     assert refused.exit_code == 7 and "LoRA" in refused.stderr and refused.stderr.count("\n") == 1
     assert runner.invoke(cli.app, ["inspect", model]).exit_code == 7
     assert runner.invoke(cli.app, ["inspect", "/no/file"]).exit_code == 7
+
+
+def test_maps_for_a_quantised_file_from_a_copy_at_higher_precision(pico_model, corpus, tmp_path):
+    """The fingerprint is the served file's; a copy whose weights differ is refused, naming the tensor."""
+    served, other = str(pico_model("llama", ftype="q8_0")), str(pico_model("llama", ftype="q8_0", seed=1))
+    copy = str(tmp_path / "copy.gguf")
+    quantize = [native.loaded_dir() / "llama-quantize", "--allow-requantize", served, copy, "F32"]
+    subprocess.run(quantize, check=True, capture_output=True)
+
+    cal.calibrate(config(copy, corpus, tmp_path / "m.gguf", served=served))
+    with lib.Model(served) as model, lib.captured_log() as log:
+        assert keys_of(tmp_path / "m.gguf")["ridge.model.file_type"] == model.fingerprint(2)["file_type"] != 0
+        lib.Maps(model, tmp_path / "m.gguf").close()
+    assert not [line for line in log if "another quantisation" in line]
+
+    with pytest.raises(RidgefillError, match=r"copy.gguf is no copy of .*: the values of \S+ differ"):
+        cal.calibrate(config(copy, corpus, tmp_path / "n.gguf", served=other))
+    deeper = str(pico_model("llama", n_layer=6))
+    with pytest.raises(RidgefillError, match=r"tensor blk\.\d\.attn_k\.weight is in one of them only"):
+        cal.calibrate(config(copy, corpus, tmp_path / "n.gguf", served=deeper))
+    assert not (tmp_path / "n.gguf").exists()

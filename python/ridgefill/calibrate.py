@@ -19,6 +19,7 @@ from .capture import Chunk, activations, chunks, select
 from .errors import RidgeError, RidgefillError, TextError
 from .kinds import Targets, families
 from .lib import Context, Model
+from .model_file import check_copy
 from .solve import LAMBDAS, Ridge, check_fit
 from .statistics import Moments, about, memory_bytes
 from .text import Document, read_documents
@@ -45,6 +46,7 @@ class Config:
     threads: int = 2
     gpu_layers: int = 0
     force: bool = False  # replace existing files
+    served: str = ""  # GGUF file that the maps are for, where `model` is a copy of it at higher precision
     lambdas: tuple[float, ...] = field(default=LAMBDAS)
 
     def out_path(self, split: int, kind: str) -> Path:
@@ -168,7 +170,7 @@ class Calibration:
             self.families = families(config.kinds, config.model, self.model.n_embd, mapped)
             # a width that the map type cannot hold should not show after an hour of work
             sidecar.encode(np.zeros((1, self.model.n_embd)), config.map_type)
-            self.fingerprints = {s: self.model.fingerprint(s) for s in config.splits}
+            self.fingerprints = self._fingerprints()
             self.selection = select(documents, config.seed, config.heldout_documents)
             self.fit = chunks(self.model, self.selection.fit, config.ctx, config.sink, config.n_tokens)
             self.heldout = chunks(self.model, self.selection.heldout, config.ctx, config.sink)
@@ -180,6 +182,15 @@ class Calibration:
         except BaseException:
             self.model.close()
             raise
+
+    def _fingerprints(self) -> dict[int, dict]:
+        """By split, of the file that the maps are for."""
+        splits, served = self.config.splits, self.config.served
+        if not served:
+            return {s: self.model.fingerprint(s) for s in splits}
+        check_copy(self.config.model, served)
+        with Model(served) as model:
+            return {s: model.fingerprint(s) for s in splits}
 
     def __enter__(self):
         return self

@@ -103,6 +103,7 @@ def calibrate(
     threads: Annotated[int, typer.Option(min=1)] = 2,
     gpu_layers: Annotated[int, typer.Option(help="model layers on the accelerator, -1: all")] = 0,
     force: Annotated[bool, typer.Option("--force", help="replace existing files")] = False,
+    served: Annotated[str, typer.Option("--for", help="model file that the maps are for, where {model} is a copy of it at higher precision, which many CPUs run faster; the weights are compared")] = "",
     json_output: Annotated[bool, typer.Option("--json", help="print the result as JSON, and nothing else but errors")] = False,
 ) -> None:
     """Fit ridge maps for a model and write them as a sidecar, one file per split and kind, in one pass over the text."""
@@ -111,7 +112,7 @@ def calibrate(
 
         config = c.Config(
             model, out, split, text, kind or ["input"], map_type, sink, tail, seed, n_tokens, heldout_documents, ctx, threads,
-            gpu_layers, force,
+            gpu_layers, force, served,
         )  # fmt: skip
         with c.Calibration(config) as run:
             plan = run.plan()

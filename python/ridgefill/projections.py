@@ -11,10 +11,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-import gguf
 import numpy as np
 
 from .errors import RidgefillError
+from .model_file import ModelFile
 
 # layers of all of these normalise their input by its root mean square, scale it by attn_norm and project it to Q, K and V
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "mistral3", "minimax-m2", "nanbeige")
@@ -37,39 +37,6 @@ class Layer:
     n_v: int
 
 
-class _File:
-    """Fields and tensors of a GGUF by name, of all parts if it was split."""
-
-    def __init__(self, path: str):
-        first = gguf.GGUFReader(path)
-        self.fields = first.fields
-        n_parts = self.get("split.count", 1)
-        readers = [first]
-        if n_parts > 1:
-            # the parts of a split model are named NAME-00001-of-00003.gguf
-            stem = path.removesuffix(f"-00001-of-{n_parts:05d}.gguf")
-            readers += [gguf.GGUFReader(f"{stem}-{i + 1:05d}-of-{n_parts:05d}.gguf") for i in range(1, n_parts)]
-        self.tensors = {t.name: t for r in readers for t in r.tensors}
-
-    def get(self, key: str, default=None):
-        return self.fields[key].contents() if key in self.fields else default
-
-    def tensor(self, name: str) -> np.ndarray | None:
-        """Dequantised, float32, rows first; None when the file has none of this name."""
-        if (t := self.tensors.get(name)) is None:
-            return None
-        try:
-            return gguf.quants.dequantize(t.data, t.tensor_type).astype(np.float32, copy=False)
-        except NotImplementedError:
-            what = f"{name}: type {t.tensor_type.name} cannot be read here"
-            raise RidgefillError(f"{what}; calibrate with an F16 or Q8_0 file") from None
-
-    def required(self, name: str) -> np.ndarray:
-        if (value := self.tensor(name)) is None:
-            raise RidgefillError(f"expected tensor {name} in the model file, found none")
-        return value
-
-
 class Projections:
     """The K and V projections of a model file.
 
@@ -79,7 +46,7 @@ class Projections:
     """
 
     def __init__(self, path: str | os.PathLike):
-        self._file = _File(os.fspath(path))
+        self._file = ModelFile(os.fspath(path))
         arch = self._file.get("general.architecture")
         if arch not in ARCHITECTURES:
             raise RidgefillError(f"architecture: expected one of {', '.join(ARCHITECTURES)}, found {arch}")
