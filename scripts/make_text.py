@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import make_records
 from ridgefill.text import html_to_text
 
 N_CHARS = 16000  # of a document: 3,500 to 6,000 tokens of SmolLM2
@@ -45,6 +46,7 @@ SOURCES = [
     Source("handbook", "debian-handbook", "GPL-2.0-or-later or CC-BY-SA-3.0", (5, 1, 5, 8)),
     Source("reference", "debian-reference-en", "GPL-2.0-or-later", (3, 1, 3, 2)),
     Source("jargon", "jargon-text", "public domain", (4, 1, 4, 3)),
+    Source("records", "", "MIT (made by scripts/make_records.py)", (12, 2, 0, 0)),
 ]
 NOVELS = {  # whole novels per partition: neighbouring chapters share names and scenes
     "calibration": ("emma", "mansfieldpark", "sensesensibility"),
@@ -137,6 +139,16 @@ def by_original(source: Source, package: Path) -> Iterator[tuple[str, str, str]]
         raise SystemExit(f"make_text: {source.package}: {len(partitions)} originals of {N_CHARS_MIN} characters are missing")
 
 
+def records(source: Source, package: Path) -> Iterator[tuple[str, str, str]]:
+    for partition, n in zip(NOVELS, source.counts):
+        for i in range(n):
+            name = f"{partition}-{i:02d}"
+            yield partition, name, make_records.document(zlib.crc32(name.encode()), N_CHARS)
+
+
+CUTTERS = {"austen": austen, "records": records}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("packages", type=Path)
@@ -147,14 +159,14 @@ def main() -> None:
     for source in SOURCES:
         shutil.rmtree(args.out / source.name, ignore_errors=True)
         (args.out / source.name).mkdir(parents=True)
-        cutter = austen if source.name == "austen" else by_original
-        for partition, name, text in cutter(source, args.packages / source.package):
+        origin = f" (Debian package {source.package} {versions[source.package]})" if source.package else ""
+        for partition, name, text in CUTTERS.get(source.name, by_original)(source, args.packages / source.package):
             file = f"{source.name}/{name}.txt"
             (args.out / file).write_text(text)
             entries.append({
                 "file": file,
                 "partition": partition,
-                "source": f"{source.name} (Debian package {source.package} {versions[source.package]})",
+                "source": source.name + origin,
                 "licence": source.licence,
                 "sha256": hashlib.sha256(text.encode()).hexdigest(),
             })  # fmt: skip
