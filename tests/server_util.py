@@ -128,12 +128,12 @@ def prompt_tokens(server: Server, n: int, start: int = 0) -> list[int]:
     return tokens[start : start + n]
 
 
-def random_maps(model_path: Path, folder: Path, split: int = SPLIT, seed: int = 0, **changes) -> Path:
-    """A good sidecar for a model, with maps near the identity: far enough off to change what the model says."""
+def random_maps(model_path: Path, folder: Path, split: int = SPLIT, seed: int = 0, kind: str = "input", **changes) -> Path:
+    """A good sidecar for a model, with maps near the identity or, for K and V, of noise: either changes what the model says."""
     with lib.Model(model_path) as model:
-        p = model.fingerprint(split)
+        p, width = model.fingerprint(split), model.n_head_kv * model.head_size
     return sidecar_files.write_sidecar(
-        folder / f"random-s{split}-{seed}.ridge.gguf", arch=p["architecture"], n_layer=p["block_count"],
+        folder / f"random-s{split}-{seed}-{kind}.ridge.gguf", kind=kind, kv_lengths=(width, width), arch=p["architecture"], n_layer=p["block_count"],
         n_embd=p["embedding_length"], split=split, map_type="q8_0", tokenizer_sha256=p["tokenizer_sha256"],
         hparams=p["hparams"], file_type=p["file_type"], model_name=p["name"], anchors=p["anchors"], seed=seed, **changes)
 

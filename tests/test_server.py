@@ -123,6 +123,23 @@ def test_conversation_keeps_its_fills(server, prompt):
     assert server.completion(turn, "off")["timings"]["cache_n"] == 0
 
 
+@pytest.mark.parametrize("kind", ["kv", "kv_prev"])
+def test_maps_of_other_kinds(model, tmp_path, prompt, exact_tokens, kind):
+    """Fills, a turn filled behind a cached prefix, and exact answers that use nothing of either."""
+    with Server(model, maps=random_maps(model, tmp_path, kind=kind)) as s:
+        assert s.get("/props")["ridge"]["kind"] == kind
+        first = s.completion(prompt, cache_prompt=False)
+        assert_filled(first, N)
+        assert first["tokens"] != exact_tokens
+        turn = prompt + first["tokens"] + prompt_tokens(s, 300, start=950)
+        r = ridge_of(s.completion(turn))
+        new = len(turn) - r["cached"]
+        # of kind kv_prev the first new row is exact: the state of the row before it is gone
+        assert r["cached"] >= N and r["filled"] == new - TAIL - (kind == "kv_prev") and r["exact"] == new - r["filled"]
+        assert s.completion(prompt, "plumb")["tokens"] == exact_tokens
+        assert s.completion(prompt, "off")["tokens"] == exact_tokens
+
+
 def test_filled_rows_in_the_tail_are_not_reused(server, prompt):
     """A prompt that ends where another was filled must have its own exact tail."""
     server.completion(prompt, "fill", cache_prompt=False)
