@@ -21,7 +21,8 @@ calibrate() {
 if [ $# -gt 0 ]; then
     calibrate --out "$1" --split 19 --kind kv_prev --n-tokens 110000 --heldout-documents 5
 else
-    calibrate --out "$root/out/smollm2.s{split}.{kind}.gguf" --split 15 --split 19 --kind kv --kind kv_prev --n-tokens 220000
+    calibrate --out "$root/out/smollm2.s{split}.{kind}.gguf" --split 15 --split 19 --kind kv --kind kv_prev \
+        --n-tokens 220000 --heldout-documents 9
     cp "$root/out/smollm2.s15.kv.gguf" "$root/models/smollm2-135m-instruct.s15.q8_0.ridge.gguf"
     cp "$root/out/smollm2.s19.kv_prev.gguf" "$root/models/smollm2-135m-instruct.s19.q8_0.ridge.gguf"
 fi

@@ -174,6 +174,19 @@ def test_kv_maps_are_the_ridge_solution_of_projections(model, corpus, fitted_kv,
                 assert 0 < r.r2[part][i] < 1
 
 
+def test_share_of_the_row_before_mixes_the_maps_of_k(model, corpus, fitted_kv, tmp_path):
+    cal.calibrate(config(model, corpus, tmp_path / "m.gguf", kinds=["kv_prev"], prev_share=0.25))
+    assert keys_of(tmp_path / "m.gguf")["ridge.prev_share"] == 0.25
+    mixed, prev, kv = (sidecar.maps(p) for p in (tmp_path / "m.gguf", fitted_kv["kv_prev", 2].path, fitted_kv["kv", 2].path))
+    for il, (weight, bias) in mixed.items():
+        n_k = len(bias) // 2
+        without = np.hstack([kv[il][0], np.zeros_like(kv[il][0])])
+        np.testing.assert_allclose(weight[:n_k], 0.25 * prev[il][0][:n_k] + 0.75 * without[:n_k], atol=1e-5)
+        np.testing.assert_allclose(bias[:n_k], 0.25 * prev[il][1][:n_k] + 0.75 * kv[il][1][:n_k], atol=1e-4)
+        np.testing.assert_array_equal(weight[n_k:], prev[il][0][n_k:])
+        assert np.abs(weight[:n_k] - prev[il][0][:n_k]).max() > 1e-3
+
+
 def test_kinds_fitted_together_equal_those_fitted_alone(model, corpus, fitted, fitted_kv, tmp_path):
     assert list(fitted_kv) == [(k, s) for k in ("kv_prev", "input", "kv") for s in (1, 2)]
     alone = [*fitted[0], *cal.calibrate(config(model, corpus, tmp_path / "m.gguf", splits=[1, 2], kinds=["kv"]))]
@@ -382,6 +395,7 @@ def test_values_out_of_range_are_refused(model, corpus, tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "no text found" in refusal(TextError, text=[str(empty)])
+    assert "expected 0 to 1, found 1.5" in refusal(kinds=["kv_prev"], prev_share=1.5)
     assert "found 0 and 1" in refusal(TextError, text=[str(corpus / "0.txt")])
     for i in range(3):
         (empty / f"{i}.txt").write_text("a b")

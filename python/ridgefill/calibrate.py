@@ -46,6 +46,7 @@ class Config:
     threads: int = 2
     gpu_layers: int = 0
     force: bool = False  # replace existing files
+    prev_share: float = 1.0  # of the row before in K of kind kv_prev: 1 as regressed, 0 as in kind kv
     served: str = ""  # GGUF file that the maps are for, where `model` is a copy of it at higher precision
     lambdas: tuple[float, ...] = field(default=LAMBDAS)
 
@@ -107,6 +108,8 @@ def _check(config: Config, model: Model) -> None:
             raise RidgefillError(f"split: expected 1 to {n - 2} for a model of {n} layers, found {split}")
     if not 0 <= config.sink < config.ctx:
         raise RidgefillError(f"sink rows: expected 0 to {config.ctx - 1}, found {config.sink}")
+    if not 0 <= config.prev_share <= 1:
+        raise RidgefillError(f"share of the row before: expected 0 to 1, found {config.prev_share}")
     if config.tail < 1:
         raise RidgefillError(f"tail: expected at least 1 row, found {config.tail}")
     if reason := model.unsupported():
@@ -248,6 +251,10 @@ class Calibration:
                     report("capture", done, total)
         return sums
 
+    def _mixed(self, kind: str) -> int:
+        """Width of the row's own features where K is mixed from a map with and one without the row before, else 0."""
+        return self.model.n_embd if kind == "kv_prev" and self.config.prev_share < 1 else 0
+
     def _solve(
         self, kind: str, targets: Targets, fit: Moments, heldout: Moments, report: Callable[[], None]
     ) -> sidecar.Sidecar:
@@ -256,11 +263,15 @@ class Calibration:
         parts = sidecar.PARTS[kind]
         lambdas, r2 = {part: [] for part in parts}, {part: [] for part in parts}
         weights, biases = [], []
+        plain = Ridge(fit.first(c_in), heldout.first(c_in)) if (c_in := self._mixed(kind)) else None
         for il in fit.layers:
             rows = []
             for part in parts:
                 columns = targets.parts(il)[part]
                 best = ridge.best(il, c.lambdas, columns)
+                if plain and part == "k":
+                    best.weight[:] *= c.prev_share
+                    best.weight[:, :c_in] += (1 - c.prev_share) * plain.best(il, c.lambdas, columns).weight
                 stored, weight = sidecar.encode(best.weight, c.map_type)
                 bias = ridge.bias(il, weight, columns).astype(np.float32)
                 lambdas[part].append(best.lam)
@@ -282,6 +293,7 @@ class Calibration:
             calibration=self._record(fit, heldout),
             kind=kind,
             kv_lengths=[targets.kv_lengths(il) for il in fit.layers] if kind != "input" else [],
+            prev_share=c.prev_share,
         )
 
     def _record(self, fit: Moments, heldout: Moments) -> sidecar.Calibration:

@@ -103,6 +103,7 @@ def calibrate(
     threads: Annotated[int, typer.Option(min=1)] = 2,
     gpu_layers: Annotated[int, typer.Option(help="model layers on the accelerator, -1: all")] = 0,
     force: Annotated[bool, typer.Option("--force", help="replace existing files")] = False,
+    prev_share: Annotated[float, typer.Option(min=0, max=1, help="kind kv_prev: weight of the regression with the row before in the maps of K, the rest is kind kv's; below 1 numbers are copied more faithfully, at a higher loss")] = 1.0,
     served: Annotated[str, typer.Option("--for", help="model file that the maps are for, where {model} is a copy of it at higher precision, which many CPUs run faster; the weights are compared")] = "",
     json_output: Annotated[bool, typer.Option("--json", help="print the result as JSON, and nothing else but errors")] = False,
 ) -> None:
@@ -112,7 +113,7 @@ def calibrate(
 
         config = c.Config(
             model, out, split, text, kind or ["input"], map_type, sink, tail, seed, n_tokens, heldout_documents, ctx, threads,
-            gpu_layers, force, served,
+            gpu_layers, force, prev_share, served,
         )  # fmt: skip
         with c.Calibration(config) as run:
             plan = run.plan()

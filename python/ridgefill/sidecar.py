@@ -57,6 +57,7 @@ class Sidecar:
     name: str = ""
     kind: str = "input"
     kv_lengths: list[tuple[int, int]] = field(default_factory=list)  # the kv kinds: widths of K and V
+    prev_share: float = 1.0  # kv_prev: weight of the regression with the row before in K
 
 
 def score_key(name: str, part: str) -> str:
@@ -99,6 +100,8 @@ def _add_metadata(w: gguf.GGUFWriter, s: Sidecar, tensors: dict[str, np.ndarray]
         for part, lengths in zip("kv", zip(*s.kv_lengths, strict=True), strict=True):
             # add_array() would write i32
             w.add_key_value(f"ridge.{part}_length", list(lengths), gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.UINT32)
+    if s.kind == "kv_prev" and s.prev_share < 1:
+        w.add_float32("ridge.prev_share", s.prev_share)
     for name, values in (("lambda", s.lambdas), ("r2", s.r2)):
         for part in PARTS[s.kind]:
             w.add_array(f"ridge.{score_key(name, part)}", [float(x) for x in values[part]])
