@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .cells import Cells
 from .errors import RidgeError
@@ -28,13 +28,15 @@ if TYPE_CHECKING:
 
     from .options import RidgeKeywords
 
+_Method = TypeVar("_Method", bound=Callable)
+
 _UPSTREAM_COMPLETION = inspect.signature(llama_cpp.Llama.create_completion)
 _UPSTREAM_GENERATE = inspect.signature(llama_cpp.Llama.generate)
 # chat handlers that may put images into the cache
 _IMAGE_HANDLERS = (llama_cpp.llama_chat_format.Llava15ChatHandler, llama_cpp.llama_chat_format.MTMDChatHandler)
 
 
-def _takes_ridge_keywords(method: Callable) -> Callable:
+def _takes_ridge_keywords(method: _Method) -> _Method:
     """Give an override of llama_cpp.Llama upstream's signature and text, with the keywords of ours, for help() and editors."""
     upstream = getattr(llama_cpp.Llama, method.__name__)
     signature = inspect.signature(upstream)
@@ -175,8 +177,15 @@ class Llama(PrefillLlama):
         return state
 
     def load_state(self, state: llama_cpp.LlamaState) -> None:
-        """Put a saved cache back. Filled rows are known as such, also to an object with other maps or none."""
-        super().load_state(state)
+        """Put a saved cache back. Filled rows are known as such, also to an object with other maps or none.
+
+        Raises RuntimeError when the library refuses the state; the cache is empty then.
+        """
+        try:
+            super().load_state(state)
+        except BaseException:
+            self.reset()  # it may be half written
+            raise
         self._ridge_cells = getattr(state, "ridge_cells", Cells())  # a state of llama_cpp.Llama has no filled rows
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from .options import Options, check_maps_path, refuse_unknown
 
 native.load()  # before llama_cpp is imported: it loads whatever library it finds first
 
-import llama_cpp  # noqa: E402
+import llama_cpp
 
 _N_SINK = 4  # rows that are too few to be worth reusing, where no sidecar says so; the library's own number of sink rows
 _UPSTREAM_INIT = inspect.signature(llama_cpp.Llama.__init__)
@@ -168,7 +168,7 @@ class PrefillLlama(llama_cpp.Llama):
     #
 
     def _ridge_tail(self, o: Options) -> int | None:
-        return o.tail or (self._ridge_maps.n_tail if self._ridge_maps else None)
+        return int(o.tail) if o.tail else self._ridge_maps.n_tail if self._ridge_maps else None
 
     def _ridge_min_prompt(self, o: Options) -> int | None:
         tail = self._ridge_tail(o)
@@ -242,7 +242,8 @@ class PrefillLlama(llama_cpp.Llama):
             n_past = self._ridge_reuse(tokens, pure_only, tail or 0)
             self._ridge_cells = self._ridge_cells.keep_first(n_past)
 
-        last = RidgePrefill(mode, len(tokens), 0, len(tokens) - n_past, n_past, len(self._ridge_cells.filled), reason, tail=tail)
+        n_filled = len(self._ridge_cells.filled)
+        last = RidgePrefill(mode, len(tokens), 0, len(tokens) - n_past, n_past, n_filled, reason, tail=tail)
         if not reason:
             assert tail and self._ridge_maps
             n_new = len(tokens) - n_past
@@ -263,7 +264,7 @@ class PrefillLlama(llama_cpp.Llama):
         row0, row1 = max(0, self._ridge_maps.n_sink - n_past), len(new) - tail
         if row0 >= row1 or o.rows in (None, "none"):
             return []
-        return lib.select_rows(o.rows, self._ridge_maps.model, new, row0, row1, o.budget or 0.0, o.seed or 0)
+        return lib.select_rows(o.rows, self._ridge_maps.model, new, row0, row1, float(o.budget or 0), int(o.seed or 0))
 
     def _ridge_sweeps(self, tokens: list[int], n_past: int, o: Options, plan: RidgePrefill) -> RidgePrefill:
         """Put the rows from n_past on into the cache that the sweeps can; the report says why when they cannot."""
