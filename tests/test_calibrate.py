@@ -1,6 +1,7 @@
 """ridgefill-calibrate from end to end on pico models: maps, scores, records, refusals."""
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import re
@@ -14,55 +15,17 @@ import pytest
 from typer.testing import CliRunner
 
 import sidecar_files
+from calibrate_pico import CTX, SINK, WORDS, arguments, config, corpus, keys_of, library, model  # noqa: F401  (fixtures too)
 from ridgefill import calibrate as cal
 from ridgefill import cli, lib, native, sidecar
 from ridgefill.errors import OutputExists, RidgefillError, StatisticsError, TextError
 from ridgefill.text import read_documents
-
-ROOT = Path(__file__).resolve().parents[1]
-SHAPE = dict(n_layer=5, head=32, n_head=2, n_head_kv=1)  # width 64
-SINK, CTX = 4, 128
-WORDS = "the and ring inn sword town is of thin other hint worn fasten river cat 7 12 500 a in on he she it".split()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def library(patched_lib):
-    lib.load(patched_lib)
-
-
-@pytest.fixture(scope="module")
-def model(pico_model) -> str:
-    return str(pico_model("llama", **SHAPE))
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Path:
-    """Eight documents of a few hundred tokens; the last two are for evaluation only."""
-    folder, rng, entries = tmp_path_factory.mktemp("corpus"), np.random.default_rng(0), []
-    for i in range(8):
-        (folder / f"{i}.txt").write_text(" ".join(rng.choice(WORDS, 130)))
-        partition = "evaluation" if i > 5 else "heldout" if i > 3 else "calibration"
-        entries.append({"file": f"{i}.txt", "source": f"book {i}", "licence": "CC0-1.0", "partition": partition})
-    (folder / "sources.json").write_text(json.dumps(entries))
-    return folder
-
-
-def config(model, corpus, out, **kw) -> cal.Config:
-    return cal.Config(**{
-        "model": str(model), "out": str(out), "splits": [2], "text": [str(corpus)], "map_type": "f32", "sink": SINK,
-        "ctx": CTX, "threads": 1, **kw,
-    })  # fmt: skip
-
 
 @pytest.fixture(scope="module")
 def fitted(model, corpus, tmp_path_factory):
     """Splits 1 and 2 fitted in one call: (results, folder)."""
     folder = tmp_path_factory.mktemp("maps")
     return cal.calibrate(config(model, corpus, folder / "maps.gguf", splits=[1, 2])), folder
-
-
-def keys_of(path) -> dict:
-    return {k: f.contents() for k, f in gguf.GGUFReader(path).fields.items() if not k.startswith("GGUF.")}
 
 
 def layer_inputs(model_path: str, documents, layers) -> dict[int, np.ndarray]:
@@ -365,11 +328,11 @@ def poisoned(model: str, out: Path, name: str, value: float) -> str:
     return str(out)
 
 
-def test_activations_that_are_not_finite_are_refused_by_layer(model, corpus, tmp_path):
+def test_row_33_activations_that_are_not_finite_are_refused_by_layer(model, corpus, tmp_path):
     bad = poisoned(model, tmp_path / "nan.gguf", "blk.2.ffn_down.weight", np.nan)
-    with pytest.raises(StatisticsError, match=r"layer 3: expected finite activations, found nan in row \d+, channel 0"):
-        cal.calibrate(config(bad, corpus, tmp_path / "m.gguf"))
-        cal.calibrate(config(bad, corpus, tmp_path / "m.gguf", kinds=["kv"]))
+    for kind in ("input", "kv"):
+        with pytest.raises(StatisticsError, match=r"layer 3: expected finite activations, found nan in row \d+, channel 0"):
+            cal.calibrate(config(bad, corpus, tmp_path / "m.gguf", kinds=[kind]))
     worse = poisoned(model, tmp_path / "huge.gguf", "blk.4.attn_k.weight", np.inf)
     with pytest.raises(StatisticsError, match=r"layer 4: expected finite activations"):
         cal.calibrate(config(worse, corpus, tmp_path / "m.gguf", kinds=["kv"]))
@@ -423,7 +386,7 @@ def test_commands(model, corpus, tmp_path):
     assert again.exit_code == 6 and "exists already" in again.stderr and again.stderr.count("\n") == 1
     plain = runner.invoke(cli.calibrate_app, [*args, "--force"])
     assert plain.exit_code == 0 and "4 documents with" in plain.stderr and "held-out R²" in plain.stdout
-    assert re.search(r"capture: ([\d,]+) of \1 after \d+ s, about 0 s left", plain.stderr)
+    assert re.search(r"capture: ([\d,]+) of \1 after \d+ s, [\d,]+/s, about 0 s left", plain.stderr)
 
     shown = json.loads(runner.invoke(cli.app, ["inspect", out, "--json"]).stdout)
     assert shown["keys"]["ridge.map_type"] == "q8_0"
@@ -465,6 +428,24 @@ def test_exit_codes_say_what_was_wrong(model, corpus, tmp_path):
     assert refused.exit_code == 7 and "LoRA" in refused.stderr and refused.stderr.count("\n") == 1
     assert runner.invoke(cli.app, ["inspect", model]).exit_code == 7
     assert runner.invoke(cli.app, ["inspect", "/no/file"]).exit_code == 7
+
+
+def test_a_full_disk_and_a_read_only_folder_have_a_code_of_their_own(model, corpus, tmp_path, monkeypatch):
+    def full(path, header_end):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    args = arguments(model, corpus, "--out", tmp_path / "m.gguf")
+    with monkeypatch.context() as m:
+        m.setattr(sidecar, "_seal", full)
+        refused = runner.invoke(cli.calibrate_app, [*args, "--json"])
+    assert (refused.exit_code, refused.stderr) == (10, "error: No space left on device\n")
+    monkeypatch.setattr(sidecar.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(cal, "Context", lambda *a, **kw: pytest.fail("found after the work"))
+    refused = runner.invoke(cli.calibrate_app, args)
+    assert (refused.exit_code, refused.stderr) == (10, f"error: {tmp_path}: no files can be written there\n")
+    refused = runner.invoke(cli.calibrate_app, [*args, "--out", "/no/folder/m.gguf"])
+    assert (refused.exit_code, refused.stderr) == (10, "error: no such folder: /no/folder\n")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_maps_for_a_quantised_file_from_a_copy_at_higher_precision(pico_model, corpus, tmp_path):

@@ -1,30 +1,38 @@
 """Fitting ridge maps for a GGUF model: text -> layer inputs -> sums -> maps -> sidecar, one file per split and kind.
 
-Every split and kind of one call is fitted in the same pass over the text.
+Every split and kind of one call is fitted in the same pass over the text. With a file of sums the pass can be stopped and
+gone on with, or done in shards.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
+import shutil
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from . import sidecar
-from .capture import Chunk, activations, chunks, select
-from .errors import RidgeError, RidgefillError, TextError
-from .kinds import Targets, families
+from . import fit, sidecar
+from .capture import Chunk, activations
+from .errors import RidgeError, RidgefillError
+from .fit import Report, Result, Wanted, no_report
+from .kinds import families
 from .lib import Context, Model
-from .model_file import check_copy
-from .solve import LAMBDAS, Ridge, check_fit
-from .statistics import Moments, about, memory_bytes
+from .model_file import check_copy, file_sha256
+from .prepare import OVERLAP, Cutting, evaluation_documents, prepare
+from .solve import LAMBDAS
+from .statistics import memory_bytes
+from .stopping import Stopped, StopRequest
+from .sums import MAX_ROWS, Sums
+from .sums_file import Header, Reader, Store, SumsError, differences
 from .text import Document, read_documents
-
-MAX_ROWS = 2048  # of one block of sums
 
 
 @dataclass
@@ -32,7 +40,7 @@ class Config:
     """What to calibrate and how."""
 
     model: str  # GGUF file
-    out: str  # sidecar; see out_path()
+    out: str  # sidecar; see out_path(); "" for a shard, which makes none
     splits: list[int]  # split layers S, 1 <= S <= layers - 2
     text: list[str]  # files and folders
     kinds: list[str] = field(default_factory=lambda: ["input"])  # of kinds.KINDS
@@ -49,36 +57,56 @@ class Config:
     prev_share: float = 1.0  # of the row before in K of kind kv_prev: 1 as regressed, 0 as in kind kv
     served: str = ""  # GGUF file that the maps are for, where `model` is a copy of it at higher precision
     lambdas: tuple[float, ...] = field(default=LAMBDAS)
+    sums: str = ""  # file that keeps the sums; one that is there is gone on with
+    save_every: float = 120.0  # seconds between two savings of the sums, 0: after each chunk
+    shard: str = ""  # "i/n": only make the sums of every n-th chunk, from the i-th on
+    row_stride: int = 1  # every how many rows one is used
+    chat_share: float = 0.0  # of the documents that are put into the model's chat template
+    evaluation_text: list[str] = field(default_factory=list)  # files and folders that must share nothing with the text
+    overlap: str = "refuse"  # documents that share text: of prepare.OVERLAP
+
+    def wanted(self) -> Wanted:
+        """The sidecars to make."""
+        return Wanted(
+            out=self.out,
+            splits=self.splits,
+            kinds=self.kinds,
+            map_type=self.map_type,
+            tail=self.tail,
+            lambdas=self.lambdas,
+            prev_share=self.prev_share,
+            force=self.force,
+        )
 
     def out_path(self, split: int, kind: str) -> Path:
-        """File for one split and kind: `out` with "{split}" and "{kind}" replaced.
+        """File for one split and kind; see fit.Wanted.path()."""
+        return self.wanted().path(split, kind)
 
-        Where several are fitted and `out` does not name them, out.gguf becomes out.s19.kv.gguf.
-        """
-        out = Path(self.out.replace("{split}", str(split)).replace("{kind}", kind))
-        more = f".s{split}" if len(self.splits) > 1 and "{split}" not in self.out else ""
-        more += f".{kind}" if len(self.kinds) > 1 and "{kind}" not in self.out else ""
-        return out.with_name(f"{out.stem}{more}{out.suffix}")
+    def cutting(self) -> Cutting:
+        return Cutting(
+            ctx=self.ctx,
+            sink=self.sink,
+            seed=self.seed,
+            n_tokens=self.n_tokens,
+            heldout_documents=self.heldout_documents,
+            chat_share=self.chat_share,
+            overlap=self.overlap,
+        )
 
+    def shard_of(self) -> tuple[int, int]:
+        """Which shard, of how many. Raises RidgefillError when it does not read so."""
+        if not self.shard:
+            return 1, 1
+        m = re.fullmatch(r"(\d+)/(\d+)", self.shard)
+        if not m or not 1 <= int(m[1]) <= int(m[2]):
+            raise RidgefillError(f"shard: expected i/n with 1 <= i <= n, found {self.shard!r}")
+        return int(m[1]), int(m[2])
 
-@dataclass(frozen=True)
-class Result:
-    """One sidecar that was written."""
-
-    path: str
-    kind: str
-    split: int
-    layers: list[int]
-    lambdas: dict[str, list[float]]  # by part: "input" of kind input, "k" and "v" of the kv kinds
-    r2: dict[str, list[float]]  # held-out, of the maps as written
-    n_tokens: int  # rows fitted
-    n_heldout_tokens: int
-    seconds: float  # of the whole call
-
-    @property
-    def r2_mean(self) -> dict[str, float]:
-        """By part, over the layers."""
-        return {part: float(np.mean(r2)) for part, r2 in self.r2.items()}
+    def options(self) -> list[str]:
+        """For the record: what is not at its default, besides what has a key of its own in the sidecar."""
+        out = [f"row_stride={self.row_stride}"] if self.row_stride != 1 else []
+        out += [f"chat_share={self.chat_share:g}"] if self.chat_share else []
+        return out + (["overlap=keep"] if self.overlap == "keep" else [])
 
 
 @dataclass(frozen=True)
@@ -89,102 +117,114 @@ class Plan:
     n_heldout_documents: int
     n_tokens: int
     n_heldout_tokens: int
+    n_tokens_done: int  # of both, in the file of sums already
     memory_bytes: int  # sums and captured activations; the model itself comes on top
     memory_available: int
+    sums_bytes: int  # of the file of sums
 
 
-# called as report(stage, done, total): "capture" counts tokens, "solve" layers
-Report = Callable[[str, int, int], None]
+@dataclass(frozen=True)
+class Estimate:
+    """How long the text will take, from the first chunk of this run."""
+
+    tokens_per_second: float
+    n_tokens_left: int
+
+    @property
+    def seconds(self) -> float:
+        """For the rest of the text, without solving."""
+        return self.n_tokens_left / self.tokens_per_second
 
 
 def _check(config: Config, model: Model) -> None:
-    if config.map_type not in sidecar.MAP_TYPES:
-        raise RidgefillError(f"map type: expected one of {', '.join(sidecar.MAP_TYPES)}, found {config.map_type!r}")
-    if len(set(config.splits)) != len(config.splits) or not config.splits:
-        raise RidgefillError(f"splits: expected at least one and each once, found {config.splits}")
     for split in config.splits:
         if not 1 <= split <= model.n_layer - 2:
             n = model.n_layer
             raise RidgefillError(f"split: expected 1 to {n - 2} for a model of {n} layers, found {split}")
     if not 0 <= config.sink < config.ctx:
         raise RidgefillError(f"sink rows: expected 0 to {config.ctx - 1}, found {config.sink}")
-    if not 0 <= config.prev_share <= 1:
-        raise RidgefillError(f"share of the row before: expected 0 to 1, found {config.prev_share}")
-    if config.tail < 1:
-        raise RidgefillError(f"tail: expected at least 1 row, found {config.tail}")
+    if config.row_stride < 1:
+        raise RidgefillError(f"row stride: expected at least 1, found {config.row_stride}")
+    if config.overlap not in OVERLAP:
+        raise RidgefillError(f"overlap: expected one of {', '.join(OVERLAP)}, found {config.overlap!r}")
+    if not 0 <= config.chat_share <= 1:
+        raise RidgefillError(f"chat share: expected 0 to 1, found {config.chat_share}")
+    if config.shard and not config.sums:
+        raise RidgefillError("a shard needs a file for its sums")
+    if bool(config.shard) == bool(config.out):
+        raise RidgefillError("expected a file for the sidecar or a shard, which makes none, found both or neither")
     if reason := model.unsupported():
         raise RidgeError(f"{config.model} cannot be filled: {reason}")
 
 
-class _Sums:
-    """Fitted and held-out moments of every split over the targets of one family of kinds."""
+def _sha256(*parts: bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()
 
-    def __init__(self, targets: Targets, splits: list[int], n_layer: int, n_sink: int):
-        self.targets, self.splits, self.n_sink = targets, splits, n_sink
-        self.layers = range(min(splits) + 1, n_layer)
-        self.moments: dict[str, dict[int, Moments]] = {}  # by part of the text and split
 
-    def _start(self, x: dict[int, np.ndarray], inputs: dict[int, np.ndarray]) -> None:
-        """Take the means of the first chunk, with features x, as origins."""
-        origin_y = {il: self.targets.targets(il, inputs[il][self.n_sink :]).mean(0, dtype=np.float64) for il in self.layers}
-        for part in ("fit", "heldout"):
-            self.moments[part] = {
-                s: Moments(s, x[s].mean(0, dtype=np.float64), {il: o for il, o in origin_y.items() if il > s})
-                for s in self.splits
-            }
+def _describe_text(documents: Sequence[Document]) -> str:
+    fields = (f for d in documents for f in (d.name, d.text, d.source, d.licence, d.partition))
+    return f"{len(documents)} documents with sha256 {_sha256(*(f.encode() for f in fields))}"
 
-    def add(self, part: str, inputs: dict[int, np.ndarray]) -> None:
-        """Add a chunk to "fit" or "heldout": inputs [n, d] of the splits and every layer above, from position 0.
 
-        Sink rows are left out. Row 0 and its neighbours carry massive activations, a hundred times the others': in the fit
-        they would drown every other row, and at run time sink rows are exact anyway.
-        """
-        x = {s: self.targets.features(inputs[s])[self.n_sink :] for s in self.splits}
-        if not self.moments:
-            with np.errstate(invalid="ignore"):  # about() refuses what is not finite by its place
-                self._start(x, inputs)
-        moments = self.moments[part]
-        for at in range(0, len(x[self.splits[0]]), MAX_ROWS):
-            rows = slice(at, at + MAX_ROWS)
-            xs = {s: about(x[s][rows], m.origin_x, s) for s, m in moments.items()}
-            for m in moments.values():
-                m.add_features(xs[m.split])
-            for il in self.layers:
-                inside = inputs[il][self.n_sink :][rows]
-                above = [m for m in moments.values() if il > m.split]
-                y = about(self.targets.targets(il, inside), above[0].origin_y[il], il)
-                for m in above:
-                    m.add_targets(il, xs[m.split], y)
+class _Saver:
+    """Saves the sums from time to time: at most every `every` seconds, and never for more than a twentieth of the time."""
+
+    def __init__(self, store: Store, header: Header, sums: list[Sums], every: float):
+        self._store, self._header, self._sums, self._every = store, header, sums, every
+        self._next = time.monotonic() + every
+
+    def due(self) -> bool:
+        return time.monotonic() >= self._next
+
+    def save(self) -> None:
+        began = time.monotonic()
+        self._store.write(self._header, self._sums)
+        took = time.monotonic() - began
+        self._next = began + took + max(self._every, 20 * took if self._every else 0)
 
 
 class Calibration:
-    """One run: plan() to look before it starts, run() to do it. Owns model and context; use it in `with`."""
+    """One run: plan() to look before it starts, run() to do it. Owns model, context and file of sums; use it in `with`.
 
-    def __init__(self, config: Config):
+    `warn` is called with lines about text that is left out.
+    """
+
+    def __init__(self, config: Config, warn: Callable[[str], None] = lambda line: None):
         self.config = config
         self.started = time.monotonic()
-        for split, kind in self._files():
-            sidecar.check_writable(config.out_path(split, kind), config.force)
+        self.shard, self.n_shards = config.shard_of()
+        config.wanted().check()
+        # what was kept in a file of sums is not lost by finding out late that a sidecar exists, perhaps this very one
+        resumes = bool(config.sums) and Path(config.sums).exists()
+        for split, kind in config.wanted().files() if config.out else []:
+            sidecar.check_writable(config.out_path(split, kind), config.force or resumes)
         documents = read_documents(config.text)
-        self.model = Model(config.model, n_gpu_layers=config.gpu_layers)
-        try:
+        given = read_documents(config.evaluation_text) if config.evaluation_text else []
+        with ExitStack() as stack:
+            self.store = stack.enter_context(Store(config.sums)) if config.sums else None
+            self.model = stack.enter_context(Model(config.model, n_gpu_layers=config.gpu_layers))
             _check(config, self.model)
             mapped = range(min(config.splits) + 1, self.model.n_layer)
             self.families = families(config.kinds, config.model, self.model.n_embd, mapped)
             # a width that the map type cannot hold should not show after an hour of work
             sidecar.encode(np.zeros((1, self.model.n_embd)), config.map_type)
-            self.fingerprints = self._fingerprints()
-            self.selection = select(documents, config.seed, config.heldout_documents)
-            self.fit = chunks(self.model, self.selection.fit, config.ctx, config.sink, config.n_tokens)
-            self.heldout = chunks(self.model, self.selection.heldout, config.ctx, config.sink)
-            if not self.fit or not self.heldout:
-                n_fit, n_heldout = len({c.document for c in self.fit}), len({c.document for c in self.heldout})
-                raise TextError(
-                    f"expected documents of more than {config.sink} tokens to fit and to hold out, found {n_fit} and {n_heldout}"
-                )
-        except BaseException:
-            self.model.close()
-            raise
+            evaluation = evaluation_documents(documents, given)
+            self.prepared = prepare(self.model, documents, evaluation, config.cutting(), warn)
+            self.chunks = self._of_this_shard(self.prepared.fit, self.prepared.heldout)
+            self.header = self._header(n_evaluation=len(evaluation) if given else 0)
+            if self.store:
+                self._look_at_sums()
+            self._stack = stack.pop_all()
+
+    def _of_this_shard(self, fitted: list[Chunk], heldout: list[Chunk]) -> dict[str, list[Chunk]]:
+        """Chunks by part. Raises TextError when nothing is left to fit."""
+        if len(fitted) < self.n_shards:
+            raise RidgefillError(f"shard: expected at most {len(fitted)} shards of {len(fitted)} chunks, found {self.n_shards}")
+        return {part: c[self.shard - 1 :: self.n_shards] for part, c in (("fit", fitted), ("heldout", heldout))}
 
     def _fingerprints(self) -> dict[int, dict]:
         """By split, of the file that the maps are for."""
@@ -199,174 +239,181 @@ class Calibration:
         return self
 
     def __exit__(self, *_):
-        self.model.close()
+        self._stack.close()
 
-    def _files(self) -> list[tuple[int, str]]:
-        """Split and kind of each sidecar, in the order in which they are written."""
-        return [(split, kind) for kind in self.config.kinds for split in self.config.splits]
+    #
+    # what a file of sums says
+    #
+
+    def _settings(self) -> dict[str, object]:
+        """Everything that the sums depend on. Threads and accelerators change them by rounding only."""
+        c, fingerprint = self.config, self.model.fingerprint(min(self.config.splits))
+        tokens = (np.asarray(k.tokens, "<i4").tobytes() for k in (*self.prepared.fit, *self.prepared.heldout))
+        used, heldout = self.prepared.documents
+        return {
+            "model": fingerprint["name"],
+            "layers": self.model.n_layer,
+            "width": self.model.n_embd,
+            "tokenizer": fingerprint["tokenizer_sha256"],
+            "model file": file_sha256(c.model),
+            "splits": sorted(c.splits),
+            "sums for kinds": [targets.layout.family for targets, _ in self.families],
+            "ctx": c.ctx,
+            "sink": c.sink,
+            "row stride": c.row_stride,
+            "chat share": c.chat_share,
+            "seed": c.seed,
+            "n_tokens": c.n_tokens,
+            "text to fit": _describe_text(used),
+            "text held out": _describe_text(heldout),
+            "tokens": _sha256(*tokens),
+        }
+
+    def _header(self, n_evaluation: int) -> Header:
+        """Of the sums before the first chunk."""
+        used, heldout = self.prepared.documents
+        options = self.config.options() + [f"dropped={name}" for name in self.prepared.dropped]
+        return Header(
+            settings=self._settings() if self.store else {},
+            n_layer=self.model.n_layer,
+            sink=self.config.sink,
+            splits=self.config.splits,
+            fingerprints=self._fingerprints(),
+            record={
+                "sources": sorted({f"{d.source}; {d.licence}" for d in used + heldout}),
+                "n_documents": len(used),
+                "n_heldout_documents": len(heldout),
+                "seed": self.config.seed,
+                "options": options + ([f"evaluation_documents={n_evaluation}"] if n_evaluation else []),
+            },
+            layouts=[targets.layout for targets, _ in self.families],
+            n_shards=self.n_shards,
+            shards=[self.shard],
+            done={part: 0 for part in self.chunks},
+            total={part: len(c) for part, c in self.chunks.items()},
+        )
+
+    def _look_at_sums(self) -> None:
+        """Take over what a file of sums has done, if there is one. Raises SumsError when it is of something else."""
+        if not self.store.path.exists():
+            need, free = self._sums_bytes(), shutil.disk_usage(self.store.path.absolute().parent).free
+            if free < need:
+                raise SumsError(f"{self.store.path}: sums take {need:,} bytes, {free:,} are free there")
+            return
+        with Reader(self.store.path) as reader:
+            found = reader.header
+        mine, theirs = ({**h.settings, "shards": "all" if not h.missing else h.shard_names()} for h in (self.header, found))
+        if differing := differences(mine, theirs):
+            way_out = "name another file, or remove this one to begin anew"
+            raise SumsError(f"{self.store.path} holds sums of something else: {differing}; {way_out}")
+        self.header.done, self.header.n_shards, self.header.shards = found.done, found.n_shards, found.shards
+
+    #
+    # running
+    #
 
     @property
     def layers(self) -> list[int]:
         """Layers whose inputs are captured."""
         return list(range(min(self.config.splits), self.model.n_layer))
 
-    def _used(self, chunk_list: list[Chunk], documents: list[Document]) -> list[Document]:
-        return [documents[i] for i in sorted({c.document for c in chunk_list})]
-
     def plan(self) -> Plan:
+        used, heldout = self.prepared.documents
+        tokens = {part: sum(len(k.tokens) for k in c) for part, c in self.chunks.items()}
         return Plan(
-            n_documents=len(self._used(self.fit, self.selection.fit)),
-            n_heldout_documents=len(self._used(self.heldout, self.selection.heldout)),
-            n_tokens=sum(len(k.tokens) for k in self.fit),
-            n_heldout_tokens=sum(len(k.tokens) for k in self.heldout),
+            n_documents=len(used),
+            n_heldout_documents=len(heldout),
+            n_tokens=tokens["fit"],
+            n_heldout_tokens=tokens["heldout"],
+            n_tokens_done=self._tokens_done(),
             memory_bytes=self._memory_bytes(),
             memory_available=os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+            sums_bytes=self._sums_bytes(),
         )
+
+    def _tokens_done(self) -> int:
+        return sum(len(k.tokens) for part, c in self.chunks.items() for k in c[: self.header.done[part]])
+
+    def _widths(self, targets) -> dict[int, int]:
+        return {il: targets.layout.d_out(il) for il in self.layers[1:]}
+
+    def _sums_bytes(self) -> int:
+        splits = self.config.splits
+        return sum(memory_bytes(s, t.layout.d_in(), self._widths(t)) for t, _ in self.families for s in splits)
 
     def _memory_bytes(self) -> int:
         c = self.config
         # the library's buffer, our copy, and one set in the making
-        need = 3 * 4 * c.ctx * self.model.n_embd * len(self.layers)
+        need = 3 * 4 * c.ctx * self.model.n_embd * len(self.layers) + self._sums_bytes()
         solving = 0
         for targets, kinds in self.families:
-            widths = {il: targets.d_out(il) for il in self.layers[1:]}
-            need += sum(memory_bytes(s, targets.d_in, widths) for s in c.splits) + targets.weight_bytes
+            d_in, widths = targets.layout.d_in(), self._widths(targets)
+            need += targets.weight_bytes
             # features of a chunk, float32 and the block in float64
-            need += (4 * c.ctx + 8 * min(c.ctx, MAX_ROWS)) * targets.d_in * len(c.splits)
-            # maps wait as float32 at most until all are solved; the solver works on five square matrices
-            need += sum(4 * targets.d_in * widths[il] for s in c.splits for il in widths if il > s) * len(kinds)
-            solving = max(solving, 8 * 5 * targets.d_in**2)
+            need += (4 * c.ctx + 8 * min(c.ctx, MAX_ROWS)) * d_in * len(c.splits)
+            # maps wait as float32 at most until all are solved; the solver works on five square matrices, and on five more
+            # where maps with and without the row before are mixed
+            need += sum(4 * d_in * widths[il] for s in c.splits for il in widths if il > s) * len(kinds)
+            mixed = "kv_prev" in kinds and c.prev_share < 1
+            solving = max(solving, 8 * 5 * (d_in**2 + mixed * self.model.n_embd**2))
         return need + solving
 
-    def _sums(self, report: Report) -> list[_Sums]:
-        """Fitted and held-out moments, by family of kinds."""
-        c, total, done = self.config, sum(len(k.tokens) for k in self.fit + self.heldout), 0
-        sums = [_Sums(targets, c.splits, self.model.n_layer, c.sink) for targets, _ in self.families]
-        with Context(self.model, c.ctx, n_batch=c.ctx, n_threads=c.threads) as ctx:
-            for part, chunk_list in (("fit", self.fit), ("heldout", self.heldout)):
-                for chunk, inputs in zip(chunk_list, activations(ctx, chunk_list, self.layers)):
-                    for s in sums:
-                        s.add(part, inputs)
-                    done += len(chunk.tokens)
-                    report("capture", done, total)
+    def _begin(self) -> list[Sums]:
+        """Sums to add to: those on disk, or new ones."""
+        if any(self.header.done.values()):
+            with Reader(self.store.path) as reader:
+                return reader.sums()
+        return [Sums(targets.layout, self.config.splits, self.model.n_layer) for targets, _ in self.families]
+
+    def _collect(self, report: Report, on_estimate: Callable[[Estimate], None]) -> list[Sums]:
+        """Fitted and held-out sums of all chunks, by family of kinds."""
+        sums, pending = self._begin(), [(p, k) for p, c in self.chunks.items() for k in c[self.header.done[p] :]]
+        done = self._tokens_done()
+        total = done + sum(len(k.tokens) for _, k in pending)
+        report("capture", done, total)
+        if not pending:
+            return sums
+        c, estimated = self.config, False
+        saver = _Saver(self.store, self.header, sums, c.save_every) if self.store else None
+        chosen = slice(c.sink, None, c.row_stride)
+        with (
+            StopRequest() if saver else nullcontext() as stop,
+            Context(self.model, c.ctx, n_batch=c.ctx, n_threads=c.threads) as ctx,
+            closing(activations(ctx, [chunk for _, chunk in pending], self.layers)) as captured,
+        ):
+            began = time.monotonic()
+            for (part, chunk), inputs in zip(pending, captured, strict=True):
+                for (targets, _), s in zip(self.families, sums, strict=True):
+                    s.add(targets, part, inputs, chosen)
+                self.header.done[part] += 1
+                done += len(chunk.tokens)
+                report("capture", done, total)
+                if not estimated:
+                    estimated = True
+                    on_estimate(Estimate(len(chunk.tokens) / (time.monotonic() - began), total - done))
+                if saver and (stop.asked or saver.due()):
+                    saver.save()
+                if saver and stop.asked:
+                    raise Stopped(f"stopped after {done:,} of {total:,} tokens; the same command goes on from {c.sums}")
+        if saver:
+            saver.save()
         return sums
 
-    def _mixed(self, kind: str) -> int:
-        """Width of the row's own features where K is mixed from a map with and one without the row before, else 0."""
-        return self.model.n_embd if kind == "kv_prev" and self.config.prev_share < 1 else 0
+    def run(self, report: Report = no_report, on_estimate: Callable[[Estimate], None] = lambda estimate: None) -> list[Result]:
+        """Capture, solve and write; a shard is captured only. Nothing is written before every split is solved.
 
-    def _solve(
-        self, kind: str, targets: Targets, fit: Moments, heldout: Moments, report: Callable[[], None]
-    ) -> sidecar.Sidecar:
-        """The sidecar of one split and kind, with maps and scores as they are written."""
-        c, ridge, split = self.config, Ridge(fit, heldout), fit.split
-        parts = sidecar.PARTS[kind]
-        lambdas, r2 = {part: [] for part in parts}, {part: [] for part in parts}
-        weights, biases = [], []
-        plain = Ridge(fit.first(c_in), heldout.first(c_in)) if (c_in := self._mixed(kind)) else None
-        for il in fit.layers:
-            rows = []
-            for part in parts:
-                columns = targets.parts(il)[part]
-                best = ridge.best(il, c.lambdas, columns)
-                if plain and part == "k":
-                    best.weight[:] *= c.prev_share
-                    best.weight[:, :c_in] += (1 - c.prev_share) * plain.best(il, c.lambdas, columns).weight
-                stored, weight = sidecar.encode(best.weight, c.map_type)
-                bias = ridge.bias(il, weight, columns).astype(np.float32)
-                lambdas[part].append(best.lam)
-                r2[part].append(ridge.r2(il, weight, bias.astype(np.float64), columns))
-                rows.append((stored, bias))
-            weights.append(np.concatenate([stored for stored, _ in rows]))
-            biases.append(np.concatenate([bias for _, bias in rows]))
-            report()
-        return sidecar.Sidecar(
-            fingerprint=self.fingerprints[split],
-            split=split,
-            sink_rows=c.sink,
-            tail=c.tail,
-            map_type=c.map_type,
-            lambdas=lambdas,
-            r2=r2,
-            weights=weights,
-            biases=biases,
-            calibration=self._record(fit, heldout),
-            kind=kind,
-            kv_lengths=[targets.kv_lengths(il) for il in fit.layers] if kind != "input" else [],
-            prev_share=c.prev_share,
-        )
-
-    def _record(self, fit: Moments, heldout: Moments) -> sidecar.Calibration:
-        used, heldout_used = self._used(self.fit, self.selection.fit), self._used(self.heldout, self.selection.heldout)
-        return sidecar.Calibration(
-            sources=sorted({f"{d.source}; {d.licence}" for d in used + heldout_used}),
-            n_tokens=fit.n,
-            n_documents=len(used),
-            n_heldout_tokens=heldout.n,
-            n_heldout_documents=len(heldout_used),
-            seed=self.config.seed,
-        )
-
-    def _solve_all(self, sums: list[_Sums], report: Report) -> dict[tuple[int, str], sidecar.Sidecar]:
-        """Sidecars by split and kind."""
-        c, done, total = self.config, 0, sum(self.model.n_layer - 1 - split for split, _ in self._files())
-        found = {}
-
-        def layer_done() -> None:
-            nonlocal done
-            done += 1
-            report("solve", done, total)
-
-        problems = []
-        for (targets, kinds), s in zip(self.families, sums, strict=True):
-            for kind in kinds:
-                for split in c.splits:
-                    d_in = self.model.n_embd if kind == "kv" else targets.d_in
-                    fit, heldout = (s.moments[part][split].first(d_in) for part in ("fit", "heldout"))
-                    check_fit(fit, heldout, targets.parts)
-                    problems.append((kind, targets, fit, heldout))
-        for kind, targets, fit, heldout in problems:
-            found[fit.split, kind] = self._solve(kind, targets, fit, heldout, layer_done)
-        return found
-
-    def run(self, report: Report = lambda stage, done, total: None) -> list[Result]:
-        """Capture, solve and write. Nothing is written before every split is solved.
-
-        Raises StatisticsError naming the layer when activations cannot be fitted, OutputExists when a file appeared meanwhile.
+        Raises StatisticsError naming the layer when activations cannot be fitted, OutputExists when a file appeared
+        meanwhile, SumsError when the file of sums cannot be written, Stopped when the user asked for it.
         """
         with threadpool_limits(self.config.threads):
-            solved = self._solve_all(self._sums(report), report)
-        results = []
-        for split, kind in self._files():
-            s, path = solved[split, kind], self.config.out_path(split, kind)
-            sidecar.write(path, s, self.config.force)
-            results.append(
-                Result(
-                    path=str(path),
-                    kind=kind,
-                    split=split,
-                    layers=list(range(split + 1, self.model.n_layer)),
-                    lambdas=s.lambdas,
-                    r2=s.r2,
-                    n_tokens=s.calibration.n_tokens,
-                    n_heldout_tokens=s.calibration.n_heldout_tokens,
-                    seconds=time.monotonic() - self.started,
-                )
-            )
-        return results
+            sums = self._collect(report, on_estimate)
+            if not self.config.out:
+                return []
+            same_is_fine = bool(self.store)  # a run that was stopped while it wrote may have left some
+            return fit.solve(self.config.wanted(), self.header, sums, report, same_is_fine, self.started)
 
 
-def calibrate(config: Config, report: Report = lambda stage, done, total: None) -> list[Result]:
+def calibrate(config: Config, report: Report = no_report) -> list[Result]:
     """Fit and write the sidecars of `config`; see Calibration."""
     with Calibration(config) as run:
         return run.run(report)
-
-
-def result_dict(result: Result) -> dict:
-    """A result as plain data for JSON, with the score keys of the sidecar: lambda and r2, or lambda_k, r2_k, lambda_v, r2_v."""
-    data = {k: v for k, v in asdict(result).items() if k not in ("lambdas", "r2")}
-    for part in result.r2:
-        data[sidecar.score_key("lambda", part)] = result.lambdas[part]
-        data[sidecar.score_key("r2", part)] = result.r2[part]
-        data[sidecar.score_key("r2_mean", part)] = result.r2_mean[part]
-    return data

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,15 +56,67 @@ def select(documents: list[Document], seed: int, n_heldout: int | None = None) -
     return Selection(fit, heldout)
 
 
-def chunks(model: Model, documents: Iterable[Document], n_ctx: int, n_sink: int, n_tokens: int = 0) -> list[Chunk]:
+class Tokens:
+    """Token lists of documents, each made once."""
+
+    def __init__(self, model: Model):
+        self._model = model
+        self._plain: dict[Document, list[int]] = {}
+        self._chat: dict[Document, list[int]] = {}
+
+    def plain(self, document: Document) -> list[int]:
+        if document not in self._plain:
+            self._plain[document] = self._model.tokenize(document.text)
+        return self._plain[document]
+
+    def chat(self, document: Document) -> list[int]:
+        """The document as a conversation in the model's chat template.
+
+        Raises RidgeError when the model has no template that the library knows.
+        """
+        if document not in self._chat:
+            text = self._model.chat(as_conversation(document.text), add_assistant=False)
+            self._chat[document] = self._model.tokenize(text, parse_special=True)
+        return self._chat[document]
+
+
+MESSAGE_CHARACTERS = 600  # a message ends with the first paragraph that makes it this long
+
+
+def as_conversation(text: str) -> list[dict]:
+    """Messages by turns of user and assistant, of whole paragraphs, that together hold the text."""
+    messages, paragraphs = [], []
+    for paragraph in [*text.split("\n\n"), None]:
+        if paragraph is not None:
+            paragraphs.append(paragraph)
+        content = "\n\n".join(paragraphs)
+        if content.strip() and (paragraph is None or len(content) >= MESSAGE_CHARACTERS):
+            messages.append({"role": ("user", "assistant")[len(messages) % 2], "content": content})
+            paragraphs = []
+    return messages
+
+
+def in_share(i: int, share: float) -> bool:
+    """Whether document i of a list belongs to a share of it that is spread evenly over the list."""
+    return int((i + 1) * share + 1e-9) > int(i * share + 1e-9)
+
+
+def chunks(
+    documents: Iterable[Document],
+    tokens_of: Callable[[int, Document], list[int]],
+    n_ctx: int,
+    n_sink: int,
+    n_tokens: int = 0,
+) -> list[Chunk]:
     """Cut documents into chunks of at most `n_ctx` tokens, `n_tokens` in all (0: no limit).
 
-    Pieces that hold nothing but sink rows are left out.
+    `tokens_of` is called with the place of a document in the list and the document. Pieces that hold nothing but sink rows
+    are left out.
     """
     out: list[Chunk] = []
     left = n_tokens or float("inf")
     for i, document in enumerate(documents):
-        tokens = model.tokenize(document.text)
+        tokens = tokens_of(i, document)
         tokens = tokens[: int(min(left, len(tokens)))]
         for at in range(0, len(tokens), n_ctx):
             piece = tokens[at : at + n_ctx]

@@ -1,27 +1,29 @@
 """The commands `ridgefill-calibrate` and `ridgefill`.
 
 Exit codes: 0 done; 1 a value out of range, or a fault of ours; 2 wrong usage; 3 the native library refused or is missing;
-4 text that cannot be used; 5 activations that cannot be fitted; 6 a file exists already; 7 not a sidecar, or a damaged one.
+4 text that cannot be used; 5 activations that cannot be fitted; 6 a file exists already; 7 not a sidecar, or a damaged one;
+8 sums of something else, unfinished, damaged or in use; 9 documents share text; 10 a file cannot be read or written (full
+disk, no permission); 130 stopped.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import time
 from contextlib import contextmanager
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from .errors import RidgefillError
+from .progress import duration, progress, stderr
 
 EPILOG = __doc__.split("\n\n", 1)[1]
+FILE_FAULT = 10
+STOPPED = 130
 
-stderr = Console(stderr=True)
 stdout = Console()
 
 calibrate_app = typer.Typer(add_completion=False)
@@ -29,109 +31,132 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help="Sidecars of 
 
 
 @contextmanager
-def _errors_for_people():
-    """Print our own errors as one line and leave with their exit code."""
+def _errors_for_people(hint_when_stopped: str = ""):
+    """Print our own errors, and those of the file system, as one line and leave with their exit code."""
     try:
         yield
     except RidgefillError as e:
         print(f"error: {e}", file=sys.stderr)
         raise typer.Exit(e.exit_code) from None
-
-
-class _RateColumn(TextColumn):
-    """Rows per second so far."""
-
-    def __init__(self):
-        super().__init__("")
-
-    def render(self, task):
-        rate = task.finished_speed or task.speed
-        return f"{rate:,.0f}/s" if rate and task.description == "capture" else ""
-
-
-def _log_report():
-    began: dict[str, float] = {}
-    tenths: dict[str, int] = {}
-
-    def report(stage: str, done: int, total: int) -> None:
-        began.setdefault(stage, time.monotonic())
-        if (tenth := 10 * done // total) != tenths.get(stage):
-            tenths[stage] = tenth
-            seconds = time.monotonic() - began[stage]
-            left = f", about {seconds * (total - done) / done:,.0f} s left" if seconds else ""
-            print(f"{stage}: {done:,} of {total:,} after {seconds:,.0f} s{left}", file=sys.stderr, flush=True)
-
-    return report
-
-
-@contextmanager
-def _progress(quiet: bool):
-    """A report function that draws one bar per stage with rate and time left; in a log, a line at every tenth."""
-    if not quiet and not stderr.is_terminal:
-        yield _log_report()
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _RateColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=stderr, disable=quiet) as progress:
-        tasks: dict[str, int] = {}
-
-        def report(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = progress.add_task(stage, total=total)
-            progress.update(tasks[stage], completed=done, total=total)
-
-        yield report
+    except OSError as e:
+        if e.filename is None and e.errno is None:
+            raise  # not from the file system
+        where = f" {e.filename}:" if e.filename else ""
+        print(f"error:{where} {e.strerror}", file=sys.stderr)
+        raise typer.Exit(FILE_FAULT) from None
+    except KeyboardInterrupt:
+        print("stopped" + hint_when_stopped, file=sys.stderr)
+        raise typer.Exit(STOPPED) from None
 
 
 def _mib(n: int) -> str:
     return f"{n / 2**20:,.1f} MiB"
 
 
+Splits = Annotated[list[int], typer.Option("--split", help="split layer S, 1 to layers - 2; may be given several times")]
+Kinds = Annotated[list[str] | None, typer.Option("--kind", help="input: predict layer inputs; kv: keys and values; kv_prev: keys and values, from the row before too; may be given several times [default: input]")]
+MapType = Annotated[str, typer.Option(help="f32, f16 or q8_0")]
+Tail = Annotated[int, typer.Option(help="recommended tail to record, rows")]
+Lambdas = Annotated[list[float] | None, typer.Option("--lambda", help="scale-free penalty to try; may be given several times [default: 13 from 1e-4 to 1]")]
+PrevShare = Annotated[float, typer.Option(min=0, max=1, help="kind kv_prev: weight of the regression with the row before in the maps of K, the rest is kind kv's; below 1 numbers are copied more faithfully, at a higher loss")]
+Force = Annotated[bool, typer.Option("--force", help="replace existing files")]
+AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON, and nothing else but errors")]
+OUT = "sidecar to write; {split} and {kind} in it stand for the split and the kind, else with several NAME.gguf becomes NAME.s19.kv.gguf"
+
+
 @calibrate_app.command(epilog=EPILOG)
 def calibrate(
     model: Annotated[str, typer.Argument(help="GGUF model file")],
-    out: Annotated[str, typer.Option(help="sidecar to write; {split} and {kind} in it stand for the split and the kind, else with several NAME.gguf becomes NAME.s19.kv.gguf")],
-    split: Annotated[list[int], typer.Option(help="split layer S, 1 to layers - 2; may be given several times")],
-    text: Annotated[list[str], typer.Option(help="file or folder of text; may be given several times")],
-    kind: Annotated[list[str] | None, typer.Option(help="input: predict layer inputs; kv: keys and values; kv_prev: keys and values, from the row before too; may be given several times [default: input]")] = None,
-    map_type: Annotated[str, typer.Option(help="f32, f16 or q8_0")] = "q8_0",
+    split: Splits,
+    text: Annotated[list[str], typer.Option(help="file or folder of text, .jsonl or .parquet; may be given several times")],
+    out: Annotated[str, typer.Option(help=OUT + "; a shard makes none")] = "",
+    kind: Kinds = None,
+    map_type: MapType = "q8_0",
     sink: Annotated[int, typer.Option(help="first rows that are neither fitted nor filled")] = 4,
-    tail: Annotated[int, typer.Option(help="recommended tail to record, rows")] = 512,
+    tail: Tail = 512,
     seed: Annotated[int, typer.Option(help="order of the documents, hence which are held out")] = 0,
     n_tokens: Annotated[int, typer.Option(min=0, help="tokens to fit on, 0: all")] = 0,
     heldout_documents: Annotated[int | None, typer.Option(min=1, help="documents to hold out [default: those marked so in sources.json, else a sixth]")] = None,
+    row_stride: Annotated[int, typer.Option(min=1, help="every how many rows one is used")] = 1,
+    chat_share: Annotated[float, typer.Option(min=0, max=1, help="share of the documents that is put into the model's chat template")] = 0.0,
+    evaluation_text: Annotated[list[str] | None, typer.Option(help="file or folder of text that the maps will be judged on and must not have seen; may be given several times")] = None,
+    overlap: Annotated[str, typer.Option(help="where a document shares 50 tokens in a row with held-out or evaluation text: refuse, drop (leave it out) or keep")] = "refuse",
     ctx: Annotated[int, typer.Option(min=64, help="tokens run together from position 0")] = 2048,
     threads: Annotated[int, typer.Option(min=1)] = 2,
     gpu_layers: Annotated[int, typer.Option(help="model layers on the accelerator, -1: all")] = 0,
-    force: Annotated[bool, typer.Option("--force", help="replace existing files")] = False,
-    prev_share: Annotated[float, typer.Option(min=0, max=1, help="kind kv_prev: weight of the regression with the row before in the maps of K, the rest is kind kv's; below 1 numbers are copied more faithfully, at a higher loss")] = 1.0,
+    sums: Annotated[str, typer.Option(help="file that keeps the sums over the text: a run that was stopped goes on from it with the same command")] = "",
+    save_every: Annotated[float, typer.Option(min=0, help="seconds between two savings of the sums, 0: after each chunk of --ctx tokens")] = 120.0,
+    shard: Annotated[str, typer.Option(help="i/n: only make the sums of the i-th of n shares of the text; then `ridgefill merge` and `ridgefill solve`")] = "",
+    lam: Lambdas = None,
+    prev_share: PrevShare = 1.0,
+    force: Force = False,
     served: Annotated[str, typer.Option("--for", help="model file that the maps are for, where {model} is a copy of it at higher precision, which many CPUs run faster; the weights are compared")] = "",
-    json_output: Annotated[bool, typer.Option("--json", help="print the result as JSON, and nothing else but errors")] = False,
+    json_output: AsJson = False,
 ) -> None:
     """Fit ridge maps for a model and write them as a sidecar, one file per split and kind, in one pass over the text."""
-    with _errors_for_people():
+    if shard and not sums:
+        raise typer.BadParameter("--shard needs --sums, the file for its sums")
+    if bool(shard) == bool(out):
+        raise typer.BadParameter("a shard makes no sidecar: give --shard or --out" if out else "--out is needed, except with --shard")
+    with _errors_for_people("" if sums else "; --sums FILE keeps what was done"):
         from . import calibrate as c
+        from .solve import LAMBDAS
 
         config = c.Config(
-            model, out, split, text, kind or ["input"], map_type, sink, tail, seed, n_tokens, heldout_documents, ctx, threads,
-            gpu_layers, force, prev_share, served,
+            model=model, out=out, splits=split, text=text, kinds=kind or ["input"], map_type=map_type, sink=sink, tail=tail,
+            seed=seed, n_tokens=n_tokens, heldout_documents=heldout_documents, ctx=ctx, threads=threads, gpu_layers=gpu_layers,
+            force=force, prev_share=prev_share, served=served, lambdas=tuple(lam or LAMBDAS), sums=sums, save_every=save_every,
+            shard=shard, row_stride=row_stride, chat_share=chat_share, evaluation_text=evaluation_text or [], overlap=overlap,
         )  # fmt: skip
-        with c.Calibration(config) as run:
+        say = (lambda line: None) if json_output else lambda line: stderr.print(line, soft_wrap=True, highlight=False)
+        with c.Calibration(config, say) as run:
             plan = run.plan()
-            if not json_output:
-                stderr.print(
-                    f"{plan.n_documents} documents with {plan.n_tokens:,} tokens to fit, {plan.n_heldout_documents} with "
-                    f"{plan.n_heldout_tokens:,} held out; needs {_mib(plan.memory_bytes)} besides the model",
-                    soft_wrap=True,
-                )
-            if plan.memory_bytes > plan.memory_available:
-                print(
-                    f"warning: {_mib(plan.memory_bytes)} needed, {_mib(plan.memory_available)} free: fit fewer splits or kinds at a time",
-                    file=sys.stderr,
-                )
-            with _progress(json_output) as report:
-                results = run.run(report)
+            _say_plan(plan, say)
+            with progress(json_output) as report:
+                results = run.run(report, lambda e: e.n_tokens_left and say(_estimate(e)))
+    if shard:
+        _print_shard(run, plan, json_output)
+    else:
+        _print_results(results, json_output)
+
+
+def _say_plan(plan, say) -> None:
+    say(
+        f"{plan.n_documents} documents with {plan.n_tokens:,} tokens to fit, {plan.n_heldout_documents} with "
+        f"{plan.n_heldout_tokens:,} held out; needs {_mib(plan.memory_bytes)} besides the model"
+    )
+    if plan.n_tokens_done:
+        say(f"goes on after {plan.n_tokens_done:,} tokens whose sums were kept")
+    if plan.memory_bytes > plan.memory_available:
+        print(
+            f"warning: {_mib(plan.memory_bytes)} needed, {_mib(plan.memory_available)} free: fit fewer splits or kinds at a time",
+            file=sys.stderr,
+        )
+
+
+def _estimate(e) -> str:
+    return f"{e.tokens_per_second:,.0f} tokens/s in the first chunk: about {duration(e.seconds)} for the other {e.n_tokens_left:,}"
+
+
+def _print_shard(run, plan, json_output: bool) -> None:
+    found = {
+        "sums": run.config.sums,
+        "shard": run.config.shard,
+        "n_tokens": plan.n_tokens,
+        "n_heldout_tokens": plan.n_heldout_tokens,
+        "bytes": plan.sums_bytes,
+    }
     if json_output:
-        print(json.dumps([c.result_dict(r) for r in results], indent=1))
+        print(json.dumps(found, indent=1))
+    else:
+        stdout.print(f"{found['sums']}: sums of shard {found['shard']}, {plan.n_tokens + plan.n_heldout_tokens:,} tokens", soft_wrap=True)
+
+
+def _print_results(results: list, json_output: bool) -> None:
+    from .fit import result_dict
+
+    if json_output:
+        print(json.dumps([result_dict(r) for r in results], indent=1))
         return
     for r in results:
         _print_result(r)
@@ -158,11 +183,6 @@ def _print_result(r) -> None:
     stdout.print(f"mean held-out R² {means} over {r.n_heldout_tokens:,} rows; {r.seconds:.0f} s")
 
 
-@app.callback()
-def _root() -> None:
-    """Keeps `inspect` a subcommand while it is the only one."""
-
-
 @app.command()
 def inspect(
     file: Annotated[str, typer.Argument(help="sidecar to look at")],
@@ -184,6 +204,61 @@ def inspect(
     for source in keys["ridge.calibration.sources"]:
         stdout.print(f"  source: {source}", soft_wrap=True, highlight=False)
     stdout.print(_score_table(sidecar.scores(keys)))
+
+
+@app.command()
+def merge(
+    files: Annotated[list[str], typer.Argument(help="files of sums, of shards of one calibration")],
+    out: Annotated[str, typer.Option(help="file of sums to write")],
+    force: Force = False,
+    json_output: AsJson = False,
+) -> None:
+    """Add up the sums of shards (ridgefill-calibrate --shard i/n --sums FILE)."""
+    with _errors_for_people():
+        from . import sums_file
+
+        header = sums_file.merge(files, out, force)
+    if json_output:
+        print(json.dumps({"sums": out, "shards": header.shards, "n_shards": header.n_shards, "missing": header.missing}, indent=1))
+        return
+    missing = f"; still missing: {', '.join(map(str, header.missing))}" if header.missing else ""
+    stdout.print(f"{out}: sums of shards {', '.join(map(str, header.shards))} of {header.n_shards}{missing}", soft_wrap=True)
+
+
+@app.command()
+def solve(
+    file: Annotated[str, typer.Argument(help="file of sums")],
+    out: Annotated[str, typer.Option(help=OUT)],
+    split: Annotated[list[int] | None, typer.Option(help="split layer in the sums; may be given several times [default: all]")] = None,
+    kind: Annotated[list[str] | None, typer.Option(help="kind that the sums serve; may be given several times [default: all]")] = None,
+    map_type: MapType = "q8_0",
+    tail: Tail = 512,
+    lam: Lambdas = None,
+    prev_share: PrevShare = 1.0,
+    threads: Annotated[int, typer.Option(min=1)] = 2,
+    force: Force = False,
+    json_output: AsJson = False,
+) -> None:
+    """Solve sums again, with other penalties or another map type, and write sidecars. Needs neither text nor model."""
+    with _errors_for_people():
+        from threadpoolctl import threadpool_limits
+
+        from . import fit, sidecar, sums_file
+
+        with sums_file.Reader(file) as reader:
+            header = reader.header
+            wanted = fit.Wanted(
+                out=out, splits=split or header.splits, kinds=kind or header.kinds, map_type=map_type, tail=tail,
+                lambdas=tuple(lam or fit.LAMBDAS), prev_share=prev_share, force=force,
+            )  # fmt: skip
+            wanted.check()
+            fit.check_holds(wanted, header)
+            for s, k in wanted.files():
+                sidecar.check_writable(wanted.path(s, k), force)
+            sums = reader.sums()
+        with threadpool_limits(threads), progress(json_output) as report:
+            results = fit.solve(wanted, header, sums, report)
+    _print_results(results, json_output)
 
 
 def calibrate_main() -> None:

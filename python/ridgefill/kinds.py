@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from .errors import RidgefillError
@@ -16,12 +18,43 @@ from .projections import Projections, rms_normalise
 KINDS = ("input", "kv", "kv_prev")
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Widths of the features and targets of one family of kinds, which share their sums.
+
+    A solver needs to know no more of a model than this, so it goes into a file of sums.
+    """
+
+    family: str  # the kind of most features
+    n_embd: int
+    kv_lengths: dict[int, tuple[int, int]]  # by layer, widths of K and V over all heads; empty for `input`
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds that the sums serve: kv's features are the first half of kv_prev's."""
+        return ("kv", "kv_prev") if self.family == "kv_prev" else (self.family,)
+
+    def d_in(self, kind: str = "") -> int:
+        """Number of features of a kind, by default of the family."""
+        return 2 * self.n_embd if (kind or self.family) == "kv_prev" else self.n_embd
+
+    def d_out(self, il: int) -> int:
+        """Width of what is predicted of layer `il`."""
+        return sum(self.kv_lengths[il]) if self.kv_lengths else self.n_embd
+
+    def parts(self, il: int) -> dict[str, slice]:
+        """Columns of the target that take a lambda and a score of their own."""
+        if not self.kv_lengths:
+            return {"input": slice(0, self.n_embd)}
+        n_k, n_v = self.kv_lengths[il]
+        return {"k": slice(0, n_k), "v": slice(n_k, n_k + n_v)}
+
+
 class InputTargets:
     """Features and targets of kind `input` for a model of width `n_embd`."""
 
     def __init__(self, n_embd: int):
-        self._n_embd = n_embd
-        self.d_in = n_embd
+        self.layout = Layout("input", n_embd, {})
 
     def features(self, x: np.ndarray) -> np.ndarray:
         """Features [n, d_in] of all rows of a chunk from the inputs x [n, d] of the split layer; row 0 is position 0."""
@@ -30,13 +63,6 @@ class InputTargets:
     def targets(self, il: int, x: np.ndarray) -> np.ndarray:
         """What is predicted [n, d_out] of rows with inputs x [n, d] of layer `il`."""
         return x
-
-    def d_out(self, il: int) -> int:
-        return self._n_embd
-
-    def parts(self, il: int) -> dict[str, slice]:
-        """Columns of the target that take a lambda and a score of their own."""
-        return {"input": slice(0, self._n_embd)}
 
     @property
     def weight_bytes(self) -> int:
@@ -47,13 +73,12 @@ class InputTargets:
 class KvTargets:
     """Features and targets of the kinds `kv` (`previous` False) and `kv_prev` for a model file.
 
-    Methods as those of InputTargets.
+    `layers` are the mapped ones. Methods as those of InputTargets.
     """
 
     def __init__(self, projections: Projections, n_embd: int, layers: range, previous: bool):
-        self._projections, self._layers, self._previous = projections, layers, previous
-        self._n_embd = n_embd
-        self.d_in = 2 * n_embd if previous else n_embd
+        self._projections, self._previous = projections, previous
+        self.layout = Layout("kv_prev" if previous else "kv", n_embd, {il: projections.widths(il) for il in layers})
 
     def features(self, x: np.ndarray) -> np.ndarray:
         n = rms_normalise(x, self._projections.eps)
@@ -66,29 +91,16 @@ class KvTargets:
     def targets(self, il: int, x: np.ndarray) -> np.ndarray:
         return self._projections.project(il, x)
 
-    def d_out(self, il: int) -> int:
-        return sum(self._projections.widths(il))
-
-    def kv_lengths(self, il: int) -> tuple[int, int]:
-        """Widths of K and of V of layer `il`."""
-        return self._projections.widths(il)
-
-    def parts(self, il: int) -> dict[str, slice]:
-        n_k, n_v = self._projections.widths(il)
-        return {"k": slice(0, n_k), "v": slice(n_k, n_k + n_v)}
-
     @property
     def weight_bytes(self) -> int:
-        return sum(4 * self._n_embd * self.d_out(il) for il in self._layers)
+        return sum(4 * self.layout.n_embd * self.layout.d_out(il) for il in self.layout.kv_lengths)
 
 
 Targets = InputTargets | KvTargets
 
 
 def families(kinds: list[str], model_path: str, n_embd: int, layers: range) -> list[tuple[Targets, list[str]]]:
-    """Targets whose sums serve the kinds beside them: kv's features are the first half of kv_prev's.
-
-    `layers` are the mapped ones.
+    """Targets whose sums serve the kinds beside them. `layers` are the mapped ones.
 
     Raises RidgefillError for an unknown kind, and for a model whose projections cannot be computed.
     """

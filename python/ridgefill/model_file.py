@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 
 import gguf
@@ -16,12 +17,13 @@ class ModelFile:
     def __init__(self, path: str):
         first = gguf.GGUFReader(path)
         self.fields = first.fields
+        self.paths = [path]
         n_parts = self.get("split.count", 1)
-        readers = [first]
         if n_parts > 1:
             # the parts of a split model are named NAME-00001-of-00003.gguf
             stem = path.removesuffix(f"-00001-of-{n_parts:05d}.gguf")
-            readers += [gguf.GGUFReader(f"{stem}-{i + 1:05d}-of-{n_parts:05d}.gguf") for i in range(1, n_parts)]
+            self.paths += [f"{stem}-{i + 1:05d}-of-{n_parts:05d}.gguf" for i in range(1, n_parts)]
+        readers = [first, *(gguf.GGUFReader(p) for p in self.paths[1:])]
         self.tensors = {t.name: t for r in readers for t in r.tensors}
 
     def get(self, key: str, default=None):
@@ -41,6 +43,16 @@ class ModelFile:
         if (value := self.tensor(name)) is None:
             raise RidgefillError(f"expected tensor {name} in the model file, found none")
         return value
+
+
+def file_sha256(path: str | os.PathLike) -> str:
+    """sha256 over the bytes of a model file, of all parts one after the other."""
+    digest = hashlib.sha256()
+    for part in ModelFile(os.fspath(path)).paths:
+        with open(part, "rb") as f:
+            while block := f.read(1 << 22):
+                digest.update(block)
+    return digest.hexdigest()
 
 
 def check_copy(copy: str | os.PathLike, original: str | os.PathLike) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes as ct
+import filecmp
 import hashlib
 import os
 import tempfile
@@ -38,6 +39,7 @@ class Calibration:
     n_heldout_documents: int
     seed: int
     tool: str = TOOL
+    options: list[str] = field(default_factory=list)  # "name=value" of each that is not at its default
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,8 @@ def _add_metadata(w: gguf.GGUFWriter, s: Sidecar, tensors: dict[str, np.ndarray]
     w.add_uint32("ridge.calibration.n_heldout_documents", c.n_heldout_documents)
     w.add_uint64("ridge.calibration.seed", c.seed)
     w.add_string("ridge.calibration.tool", c.tool)
+    if c.options:
+        w.add_array("ridge.calibration.options", c.options)
     w.add_string(METADATA_HASH, "0" * 64)
 
 
@@ -152,21 +156,32 @@ def _seal(path: Path, header_end: int) -> None:
         f.write(hashlib.sha256(header).hexdigest().encode())
 
 
+class UnwritableError(SidecarError):
+    """A sidecar cannot be written where it should."""
+
+    exit_code = 10
+
+
 def check_writable(path: str | os.PathLike, force: bool) -> None:
-    """Raises OutputExists when `path` exists and `force` is not set, SidecarError when its folder does not."""
+    """Raises OutputExists when `path` exists and `force` is not set, UnwritableError when its folder is missing or read-only."""
     path = Path(path)
     if path.exists() and not force:
         raise OutputExists(f"{path} exists already; name another file or replace it with --force")
-    if not path.absolute().parent.is_dir():
-        raise SidecarError(f"no such folder: {path.absolute().parent}")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise UnwritableError(f"no such folder: {folder}")
+    if not os.access(folder, os.W_OK):
+        raise UnwritableError(f"{folder}: no files can be written there")
 
 
-def write(path: str | os.PathLike, s: Sidecar, force: bool = False) -> None:
+def write(path: str | os.PathLike, s: Sidecar, force: bool = False, same_is_fine: bool = False) -> None:
     """Write a sidecar under another name in the same folder, then rename it: readers see all of it or nothing.
+
+    With `same_is_fine` a file that exists already with the very same bytes is left alone.
 
     Raises OutputExists when the file exists and `force` is not set.
     """
-    check_writable(path, force)
+    check_writable(path, force or same_is_fine)
     path = Path(path)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.absolute().parent)
     os.close(handle)
@@ -176,6 +191,8 @@ def write(path: str | os.PathLike, s: Sidecar, force: bool = False) -> None:
         umask = os.umask(0)
         os.umask(umask)
         tmp.chmod(0o666 & ~umask)
+        if same_is_fine and path.is_file() and filecmp.cmp(tmp, path, shallow=False):
+            return
         check_writable(path, force)  # writing takes time: another process may have made the file meanwhile
         tmp.replace(path)
     finally:

@@ -5,8 +5,8 @@ l > S predicts (`kinds`). It holds n, sum(x), sum(y_l), X^T X, X^T Y_l and the s
 fixed origins: the residual stream has channels whose mean is far larger than their spread, and sums about zero would lose
 the spread to rounding.
 
-Blocks of rows are added one at a time, sets are merged by adding; the result does not depend on where blocks were cut (up to the
-last bits of float64).
+Blocks of rows are added one at a time, sets are merged by adding; the result does not depend on where blocks were cut, nor
+on the origins (up to the last bits of float64).
 """
 
 from __future__ import annotations
@@ -55,17 +55,20 @@ class Moments:
         self.yy[il] += np.einsum("ij,ij->j", y, y)
 
     def merge(self, other: Moments) -> None:
-        """Add the sums of another set over the same layers and origins."""
+        """Add the sums of another set over the same layers. They are first moved about our origins, exactly in algebra."""
         assert self.split == other.split and self.layers == other.layers
-        assert np.array_equal(self.origin_x, other.origin_x)
-        assert all(np.array_equal(self.origin_y[il], other.origin_y[il]) for il in self.layers)
-        self.n += other.n
-        self.sum_x += other.sum_x
+        dx = other.origin_x - self.origin_x  # rows about their origin plus dx are about ours
         self.xx += other.xx
+        self.xx += np.outer(other.sum_x, dx) + np.outer(dx, other.sum_x + other.n * dx)
         for il in self.layers:
-            self.sum_y[il] += other.sum_y[il]
+            dy = other.origin_y[il] - self.origin_y[il]
+            sum_y = other.sum_y[il] + other.n * dy
             self.xy[il] += other.xy[il]
-            self.yy[il] += other.yy[il]
+            self.xy[il] += np.outer(other.sum_x, dy) + np.outer(dx, sum_y)
+            self.yy[il] += other.yy[il] + dy * (other.sum_y[il] + sum_y)
+            self.sum_y[il] += sum_y
+        self.sum_x += other.sum_x + other.n * dx
+        self.n += other.n
 
     def first(self, d_in: int) -> Moments:
         """The sums of the first `d_in` features alone, sharing memory with these."""

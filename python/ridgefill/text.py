@@ -1,4 +1,4 @@
-"""Documents: reading calibration text from files and folders, with its source, licence and partition.
+"""Documents: reading calibration text from files, records and folders, with its source, licence and partition.
 
 A folder may hold a `sources.json` (written by scripts/fetch_text.sh), a list of
     {"file": "austen/emma-0.txt", "source": "...", "licence": "...", "partition": "calibration"}
@@ -13,6 +13,7 @@ import gzip
 import html.parser
 import json
 import os
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,9 @@ from pathlib import Path
 from .errors import TextError
 
 PARTITIONS = ("calibration", "heldout", "evaluation")
-SUFFIXES = (".txt", ".md", ".rst", ".py", ".html", ".htm")  # each also with .gz
+SUFFIXES = (".txt", ".md", ".rst", ".py", ".html", ".htm")  # a file is a document; each also with .gz
+RECORD_SUFFIXES = (".jsonl", ".parquet")  # a record is a document: a line with a field "text", a row with a column "text"
+TYPES = SUFFIXES + RECORD_SUFFIXES
 UNKNOWN_LICENCE = "licence not stated"
 
 
@@ -92,21 +95,80 @@ def _suffix(path: Path) -> str:
     return os.path.splitext(name)[1]
 
 
-def read_text(path: Path) -> str:
-    """Text of one file of a type in SUFFIXES.
-
-    Raises TextError when it cannot be read or is not UTF-8.
-    """
-    if _suffix(path) not in SUFFIXES:
-        raise TextError(f"{path}: expected one of {', '.join(SUFFIXES)} (or with .gz), found {path.suffix or 'no suffix'}")
+def _decoded(path: Path) -> str:
+    """Content of a UTF-8 file, unpacked. Raises TextError when it cannot be read or is not UTF-8."""
     try:
         data = path.read_bytes()
-        text = (gzip.decompress(data) if path.suffix.lower() == ".gz" else data).decode("utf-8")
-    except (OSError, EOFError) as e:
+        return (gzip.decompress(data) if path.suffix.lower() == ".gz" else data).decode("utf-8")
+    except (OSError, EOFError, zlib.error) as e:
         raise TextError(f"{path} cannot be read: {e}") from e
     except UnicodeDecodeError as e:
         raise TextError(f"{path} is not UTF-8 text: {e}") from e
-    return html_to_text(text) if _suffix(path) in (".html", ".htm") else text
+
+
+def _json_lines(path: Path) -> list[str]:
+    """The field "text" of each line."""
+    texts = []
+    for number, line in enumerate(_decoded(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except ValueError as e:
+            raise TextError(f"{path}, line {number}: expected a JSON object, found something else: {e}") from None
+        if not isinstance(value, dict) or not isinstance(value.get("text"), str):
+            found = ", ".join(value) if isinstance(value, dict) else type(value).__name__
+            raise TextError(f'{path}, line {number}: expected an object with a string "text", found {found or "an empty one"}')
+        try:
+            value["text"].encode()
+        except UnicodeEncodeError as e:
+            raise TextError(f"{path}, line {number}: expected text, found half of a surrogate pair: {e}") from None
+        texts.append(value["text"])
+    return texts
+
+
+def _parquet(path: Path) -> list[str]:
+    """The column "text". pyarrow is imported here: no other text needs it."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise TextError(f"{path}: parquet files are read with pyarrow, which is missing: pip install pyarrow") from None
+    try:
+        schema = pyarrow.parquet.read_schema(path)
+        if "text" not in schema.names:
+            raise TextError(f'{path}: expected a column "text", found {", ".join(schema.names) or "none"}')
+        kind = schema.field("text").type
+        if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+            raise TextError(f'{path}: expected strings in column "text", found {kind}')
+        values = pyarrow.parquet.read_table(path, columns=["text"]).column("text").to_pylist()
+    except (OSError, pyarrow.ArrowException) as e:
+        raise TextError(f"{path} cannot be read: {e}") from e
+    return [v or "" for v in values]
+
+
+def read_texts(path: Path) -> list[str]:
+    """Texts of one file of a type in SUFFIXES or RECORD_SUFFIXES: one, or one for each record.
+
+    Raises TextError when it cannot be read or is not UTF-8.
+    """
+    suffix = _suffix(path)
+    if suffix == ".jsonl":
+        return _json_lines(path)
+    if suffix == ".parquet":
+        return _parquet(path)
+    if suffix not in SUFFIXES:
+        raise TextError(f"{path}: expected one of {', '.join(TYPES)} (or with .gz), found {path.suffix or 'no suffix'}")
+    text = _decoded(path)
+    return [html_to_text(text) if suffix in (".html", ".htm") else text]
+
+
+def _documents(path: Path, name: str, *record: str) -> list[Document]:
+    """Documents of one file; those of a file of records are numbered from 1."""
+    texts = read_texts(path)
+    if _suffix(path) not in RECORD_SUFFIXES:
+        return [Document(name, text, *record) for text in texts]
+    return [Document(f"{name}:{i}", text, *record) for i, text in enumerate(texts, 1)]
 
 
 def _from_sources(folder: Path) -> list[Document]:
@@ -117,7 +179,7 @@ def _from_sources(folder: Path) -> list[Document]:
         for e in entries:
             if e["partition"] not in PARTITIONS:
                 raise TextError(f"{index}: partition of {e['file']}: expected one of {', '.join(PARTITIONS)}, found {e['partition']!r}")
-            documents.append(Document(e["file"], read_text(folder / e["file"]), e["source"], e["licence"], e["partition"]))
+            documents += _documents(folder / e["file"], e["file"], e["source"], e["licence"], e["partition"])
         return documents
     except (ValueError, KeyError, TypeError) as e:
         raise TextError(f"{index} is not a list of documents with file, source, licence and partition: {e!r}") from e
@@ -134,13 +196,13 @@ def read_documents(paths: Iterable[str | os.PathLike]) -> list[Document]:
         if path.is_dir() and (path / "sources.json").is_file():
             documents += _from_sources(path)
         elif path.is_dir():
-            files = sorted(p for p in path.rglob("*") if p.is_file() and _suffix(p) in SUFFIXES)
-            documents += [Document(str(p.relative_to(path)), read_text(p), path.name) for p in files]
+            for p in sorted(p for p in path.rglob("*") if p.is_file() and _suffix(p) in TYPES):
+                documents += _documents(p, str(p.relative_to(path)), path.name)
         elif path.is_file():
-            documents.append(Document(path.name, read_text(path), path.name))
+            documents += _documents(path, path.name, path.name)
         else:
             raise TextError(f"no such file or folder: {path}")
     documents = [d for d in documents if d.text.strip()]
     if not documents:
-        raise TextError(f"no text found in {', '.join(names) or 'no paths at all'} (file types: {', '.join(SUFFIXES)})")
+        raise TextError(f"no text found in {', '.join(names) or 'no paths at all'} (file types: {', '.join(TYPES)})")
     return documents

@@ -1,0 +1,232 @@
+"""From sums to sidecars: every wanted split and kind solved, scored as it is written, and written."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from . import sidecar
+from .errors import RidgefillError
+from .kinds import KINDS, Layout
+from .solve import LAMBDAS, Ridge, check_fit
+from .statistics import Moments
+from .sums import Sums
+from .sums_file import Header, SumsError
+
+# called as report(stage, done, total): "capture" counts tokens, "solve" layers; first with what was done before
+Report = Callable[[str, int, int], None]
+
+
+def no_report(stage: str, done: int, total: int) -> None:
+    """A Report that says nothing."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which sidecars to make, and how."""
+
+    out: str  # sidecar; see path()
+    splits: list[int]
+    kinds: list[str]  # of kinds.KINDS
+    map_type: str = "q8_0"  # f32, f16 or q8_0
+    tail: int = 512  # recommended tail, rows
+    lambdas: tuple[float, ...] = LAMBDAS
+    prev_share: float = 1.0  # of the row before in K of kind kv_prev: 1 as regressed, 0 as in kind kv
+    force: bool = False  # replace existing files
+
+    def path(self, split: int, kind: str) -> Path:
+        """File for one split and kind: `out` with "{split}" and "{kind}" replaced.
+
+        Where several are made and `out` does not name them, out.gguf becomes out.s19.kv.gguf.
+        """
+        out = Path(self.out.replace("{split}", str(split)).replace("{kind}", kind))
+        more = f".s{split}" if len(self.splits) > 1 and "{split}" not in self.out else ""
+        more += f".{kind}" if len(self.kinds) > 1 and "{kind}" not in self.out else ""
+        return out.with_name(f"{out.stem}{more}{out.suffix}")
+
+    def files(self) -> list[tuple[int, str]]:
+        """Split and kind of each sidecar, in the order in which they are written."""
+        return [(split, kind) for kind in self.kinds for split in self.splits]
+
+    def check(self) -> None:
+        """Raises RidgefillError for a value out of range."""
+        if self.map_type not in sidecar.MAP_TYPES:
+            raise RidgefillError(f"map type: expected one of {', '.join(sidecar.MAP_TYPES)}, found {self.map_type!r}")
+        if len(set(self.splits)) != len(self.splits) or not self.splits:
+            raise RidgefillError(f"splits: expected at least one and each once, found {self.splits}")
+        if not self.kinds or len(set(self.kinds)) != len(self.kinds) or any(k not in KINDS for k in self.kinds):
+            found = ", ".join(self.kinds) or "none"
+            raise RidgefillError(f"kinds: expected some of {', '.join(KINDS)}, each once, found {found}")
+        if not 0 <= self.prev_share <= 1:
+            raise RidgefillError(f"share of the row before: expected 0 to 1, found {self.prev_share}")
+        if self.tail < 1:
+            raise RidgefillError(f"tail: expected at least 1 row, found {self.tail}")
+        if not self.lambdas or not all(math.isfinite(x) and x >= 0 for x in self.lambdas):
+            raise RidgefillError(f"lambdas: expected finite numbers that are not negative, found {list(self.lambdas)}")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One sidecar that was written."""
+
+    path: str
+    kind: str
+    split: int
+    layers: list[int]
+    lambdas: dict[str, list[float]]  # by part: "input" of kind input, "k" and "v" of the kv kinds
+    r2: dict[str, list[float]]  # held-out, of the maps as written
+    n_tokens: int  # rows fitted
+    n_heldout_tokens: int
+    seconds: float  # of the whole call
+
+    @property
+    def r2_mean(self) -> dict[str, float]:
+        """By part, over the layers."""
+        return {part: float(np.mean(r2)) for part, r2 in self.r2.items()}
+
+
+def result_dict(result: Result) -> dict:
+    """A result as plain data for JSON, with the score keys of the sidecar: lambda and r2, or lambda_k, r2_k, lambda_v, r2_v."""
+    data = {k: v for k, v in asdict(result).items() if k not in ("lambdas", "r2")}
+    for part in result.r2:
+        data[sidecar.score_key("lambda", part)] = result.lambdas[part]
+        data[sidecar.score_key("r2", part)] = result.r2[part]
+        data[sidecar.score_key("r2_mean", part)] = result.r2_mean[part]
+    return data
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """One split and kind to be solved."""
+
+    kind: str
+    layout: Layout
+    fit: Moments
+    heldout: Moments
+
+
+def _problems(wanted: Wanted, sums: list[Sums]) -> list[_Problem]:
+    """Those of each family together. Raises StatisticsError naming the layer of sums from which no map follows."""
+    problems = []
+    for s in sums:
+        for kind in (k for k in wanted.kinds if k in s.layout.kinds):
+            for split in wanted.splits:
+                fit, heldout = (s.moments[part][split].first(s.layout.d_in(kind)) for part in ("fit", "heldout"))
+                check_fit(fit, heldout, s.layout.parts)
+                problems.append(_Problem(kind, s.layout, fit, heldout))
+    return problems
+
+
+def _solve(wanted: Wanted, header: Header, problem: _Problem, report: Callable[[], None]) -> sidecar.Sidecar:
+    """The sidecar of one split and kind, with maps and scores as they are written."""
+    fit, layout, kind = problem.fit, problem.layout, problem.kind
+    ridge = Ridge(fit, problem.heldout)
+    parts = sidecar.PARTS[kind]
+    lambdas, r2 = {part: [] for part in parts}, {part: [] for part in parts}
+    weights, biases = [], []
+    # K of kv_prev may be mixed from a map with and one without the row before
+    own = layout.d_in("kv") if kind == "kv_prev" and wanted.prev_share < 1 else 0
+    plain = Ridge(fit.first(own), problem.heldout.first(own)) if own else None
+    for il in fit.layers:
+        rows = []
+        for part in parts:
+            columns = layout.parts(il)[part]
+            best = ridge.best(il, wanted.lambdas, columns)
+            if plain and part == "k":
+                best.weight[:] *= wanted.prev_share
+                best.weight[:, :own] += (1 - wanted.prev_share) * plain.best(il, wanted.lambdas, columns).weight
+            stored, weight = sidecar.encode(best.weight, wanted.map_type)
+            bias = ridge.bias(il, weight, columns).astype(np.float32)
+            lambdas[part].append(best.lam)
+            r2[part].append(ridge.r2(il, weight, bias.astype(np.float64), columns))
+            rows.append((stored, bias))
+        weights.append(np.concatenate([stored for stored, _ in rows]))
+        biases.append(np.concatenate([bias for _, bias in rows]))
+        report()
+    return sidecar.Sidecar(
+        fingerprint=header.fingerprints[fit.split],
+        split=fit.split,
+        sink_rows=header.sink,
+        tail=wanted.tail,
+        map_type=wanted.map_type,
+        lambdas=lambdas,
+        r2=r2,
+        weights=weights,
+        biases=biases,
+        calibration=_record(header, fit.n, problem.heldout.n),
+        kind=kind,
+        kv_lengths=[layout.kv_lengths[il] for il in fit.layers] if kind != "input" else [],
+        prev_share=wanted.prev_share,
+    )
+
+
+def _record(header: Header, n_tokens: int, n_heldout_tokens: int) -> sidecar.Calibration:
+    options = header.record["options"] + ([f"shards={header.n_shards}"] if header.n_shards > 1 else [])
+    counts = {"n_tokens": n_tokens, "n_heldout_tokens": n_heldout_tokens}
+    return sidecar.Calibration(**{**header.record, **counts, "options": options})
+
+
+def solve(
+    wanted: Wanted,
+    header: Header,
+    sums: list[Sums],
+    report: Report = no_report,
+    same_is_fine: bool = False,
+    started: float | None = None,
+) -> list[Result]:
+    """Solve, score and write. Nothing is written before all is solved.
+
+    With `same_is_fine` a file that exists already with the very bytes to be written is left alone. `started` is the
+    time.monotonic() from which the seconds of the results count, by default now.
+
+    Raises SumsError when splits, kinds or text are missing in the sums, StatisticsError naming the layer when they cannot be
+    fitted, OutputExists when a file exists and may not be replaced.
+    """
+    started = time.monotonic() if started is None else started
+    done, total = 0, sum(header.n_layer - 1 - split for split, _ in wanted.files())
+    wanted.check()
+    check_holds(wanted, header)
+
+    def layer_done() -> None:
+        nonlocal done
+        done += 1
+        report("solve", done, total)
+
+    report("solve", 0, total)
+    solved = {(p.fit.split, p.kind): _solve(wanted, header, p, layer_done) for p in _problems(wanted, sums)}
+    results = []
+    for split, kind in wanted.files():
+        s, path = solved[split, kind], wanted.path(split, kind)
+        sidecar.write(path, s, wanted.force, same_is_fine)
+        results.append(
+            Result(
+                path=str(path),
+                kind=kind,
+                split=split,
+                layers=list(range(split + 1, header.n_layer)),
+                lambdas=s.lambdas,
+                r2=s.r2,
+                n_tokens=s.calibration.n_tokens,
+                n_heldout_tokens=s.calibration.n_heldout_tokens,
+                seconds=time.monotonic() - started,
+            )
+        )
+    return results
+
+
+def check_holds(wanted: Wanted, header: Header) -> None:
+    """Raises SumsError when the sums lack what is wanted."""
+    if not header.finished:
+        done, total = sum(header.done.values()), sum(header.total.values())
+        raise SumsError(f"the sums are unfinished: {done} of {total} chunks; run their command again")
+    if header.missing:
+        missing = ", ".join(map(str, header.missing))
+        raise SumsError(f"the sums lack shards {missing} of {header.n_shards}; merge them first")
+    for what, found, there in (("splits", wanted.splits, sorted(header.splits)), ("kinds", wanted.kinds, header.kinds)):
+        if unknown := [x for x in found if x not in there]:
+            raise SumsError(f"{what}: expected some of {', '.join(map(str, there))}, found {', '.join(map(str, unknown))}")
