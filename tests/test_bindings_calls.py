@@ -12,7 +12,6 @@ import runpy
 import subprocess
 import sys
 import time
-import warnings
 
 import numpy as np
 import pytest
@@ -30,7 +29,7 @@ from server_util import BATCH, N, TAIL, random_maps
 #
 
 
-def test_eval_fills_when_asked(llm, prompt, filled):
+def test_eval_fills_when_asked(llm, prompt, texts, filled):
     from llama_cpp import llama_get_logits
 
     llm.eval(prompt, ridge_mode="fill")
@@ -48,6 +47,13 @@ def test_eval_fills_when_asked(llm, prompt, filled):
     assert llm.ridge_last.rows == N and llm.n_tokens == N
     answer(llm, prompt + [5], n=1, ridge_mode="off")
     assert counts(llm) == (0, 1, N, "off")
+    # and what it writes over is forgotten
+    answer(llm, prompt[:10] + prompt[20:], n=1)
+    assert counts(llm)[0] > 0
+    llm.n_tokens = 3
+    llm.eval(texts[900:1200])
+    answer(llm, prompt[:3] + texts[900:1200] + [5], n=1, ridge_mode="off")
+    assert counts(llm) == (0, 1, 303, "off")
 
 
 def test_exact_rows_are_not_put_behind_filled_ones(llm, prompt, texts):
@@ -109,7 +115,8 @@ def test_a_stream_keeps_the_options_of_its_call(llm, prompt, texts):
     assert seen == [("off", False), ("identity", True), ("fill", True), ("nofill", True), ("fill", True)]
 
 
-def test_a_chat_handler_of_images_gets_exact_prompts(make, prompt, exact):
+def test_a_chat_handler_of_images_gets_exact_prompts(make, prompt):
+    import llama_cpp
     from llama_cpp.llama_chat_format import MTMDChatHandler
 
     class Handler(MTMDChatHandler):
@@ -118,18 +125,17 @@ def test_a_chat_handler_of_images_gets_exact_prompts(make, prompt, exact):
 
         def __call__(self, *, llama, messages, stream, **_):
             llama.reset()
-            llama.eval(prompt[:300])
+            llama_cpp.Llama.eval(llama, prompt[:300])  # as the image part does: behind our back
             return llama.create_completion(prompt, max_tokens=1, stream=stream)
 
     llm = make(chat_handler=Handler())
-    answer(llm, prompt)
     for stream in (False, True):
+        answer(llm, prompt)
+        assert counts(llm)[0] > 0
         out = llm.create_chat_completion([], stream=stream)
         if stream:
             list(out)
         assert counts(llm) == (0, N - 300, 300, "multimodal") and "images" in llm.ridge_last.message
-    answer(llm, prompt[:10] + prompt[200:])
-    assert counts(llm)[3] is None
 
 
 def test_signatures_show_both_kinds_of_keywords(llm):
@@ -144,6 +150,8 @@ def test_pickle_keeps_the_options(make, prompt):
     assert a.ridge_props == b.ridge_props and b.ridge_props["seed"] == 7
     assert same(answer(a, prompt), answer(b, prompt)) and counts(b)[0] > 0
     b.close()
+    with pytest.raises(RidgeError, match="closed"):
+        b._ridge_maps.ptr
 
 
 #
@@ -177,16 +185,18 @@ def test_values_out_of_range_are_named(llm, make, prompt, keywords, message):
             call()
 
 
-def test_what_cannot_go_together_is_refused(make, maps):
+def test_what_cannot_go_together_is_refused(make, maps, monkeypatch):
+    noise = []
+    monkeypatch.setattr(sys, "unraisablehook", noise.append)
     for keywords, message in (
         ({"ridge_maps": None, "ridge_mode": "fill"}, "ridge_mode='fill' needs ridge_maps, found none"),
         ({"ridge_maps": maps, "embedding": True}, "ridge_maps cannot be used with embedding=True"),
         ({"ridge_maps": "/no/such.gguf"}, "ridge_maps: expected a file of ridge maps, found no file '/no/such.gguf'"),
     ):
-        with pytest.raises(RidgeError, match=message), warnings.catch_warnings():
-            warnings.simplefilter("error")  # an object that was not finished goes quietly
+        with pytest.raises(RidgeError, match=message):
             make(**keywords)
-        gc.collect()
+    gc.collect()
+    assert not noise  # an object that was not finished goes quietly
 
 
 def exact_with_reason(llm, prompt, exact, reason: str, says: str) -> None:

@@ -100,7 +100,7 @@ def test_records_say_what_was_filled(measured):
     "args, message",
     [
         (["--sets", "loss,poems"], "sets: expected some of loss, digits, words, found poems"),
-        (["--loss-arms", "exact,fill-S99"], "fill-S99: expected maps of split layer 99, found"),
+        (["--loss-arms", "exact,fill-S99"], "fill-S99: expected one file of maps that this names, found 0"),
         (["--loss-arms", "exact,fill"], "expected a split layer for the ridge modes"),
         (["--text", "/nonexistent"], "no such file or folder: /nonexistent"),
         (["--maps", "/nonexistent.gguf"], "/nonexistent.gguf"),

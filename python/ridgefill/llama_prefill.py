@@ -133,8 +133,6 @@ class PrefillLlama(llama_cpp.Llama):
         if self._ridge_path is None:
             return
         model, self._ridge_ctx = _Model(self), _Context(self)
-        self._stack.callback(model.close)
-        self._stack.callback(self._ridge_ctx.close)
         unsupported = native.ridge("llama_ridge_unsupported")(self.ctx)
         if unsupported:
             self._ridge_no_maps, self._ridge_message = "unsupported", unsupported.decode()
@@ -228,7 +226,7 @@ class PrefillLlama(llama_cpp.Llama):
         """
         o = o.checked_together()
         mode, tail, reason = o.mode or "off", self._ridge_tail(o), self._ridge_reason(o)
-        pure_only = bool(reason) or mode == "plumb" or self._ridge_cells.made_by != self._ridge_provenance(mode)
+        pure_only = bool(reason) or self._ridge_cells.made_by != self._ridge_provenance(mode)  # of mode plumb there are none
         if append:
             n_past = self.n_tokens
             self._ridge_cells = self._ridge_cells.keep_first(n_past)
