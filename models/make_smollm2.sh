@@ -16,7 +16,7 @@ fi
 
 calibrate() {
     "$root/.venv/bin/ridgefill-calibrate" "$copy" --for "$model" --text "$root/out/text" --map-type q8_0 \
-        --prev-share 0.6 --threads "${RIDGE_THREADS:-2}" --force "$@"
+        --overlap keep --prev-share 0.6 --threads "${RIDGE_THREADS:-2}" --force "$@"
 }
 if [ $# -gt 0 ]; then
     calibrate --out "$1" --split 19 --kind kv_prev --n-tokens 110000 --heldout-documents 5
