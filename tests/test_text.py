@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
+import importlib
 import json
 import struct
 import sys
@@ -88,12 +88,8 @@ def test_documents_without_partition_are_parted_by_seed():
 
 @pytest.fixture(scope="module")
 def make_text():
-    path = Path(__file__).resolve().parents[1] / "scripts" / "make_text.py"
-    spec = importlib.util.spec_from_file_location("make_text", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["make_text"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+    return importlib.import_module("make_text")
 
 
 def test_r_character_vectors_are_read(make_text):
