@@ -266,6 +266,7 @@ def test_log_probabilities(make, texts, prompt, filled):
     assert len(of_answer) >= 4 and np.isfinite(of_answer).all() and counts(llm)[0] > 0
     whole = logprobs(fresh, echo=True)
     assert len(whole) >= 199 and np.isfinite(whole).all()
+    assert logprobs(llm, echo=True) == whole and counts(llm) == (0, 200, 0, "logprobs")
     for mode, reason in (("fill", "logprobs"), ("plumb", "logprobs"), ("off", "off")):
         # pure rows of a sweep have no logits either
         llm.reset()
