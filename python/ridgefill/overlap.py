@@ -46,7 +46,7 @@ def gram_hashes(tokens: Sequence[int]) -> np.ndarray:
     values = _mixed(np.asarray(tokens))
     sums = np.concatenate([[np.uint64(0)], np.cumsum(values * _powers(_BASE, len(values)), dtype=np.uint64)])
     inverse = _powers(pow(_BASE, -1, 2**64), len(values) - n + 1)
-    return (sums[n:] - sums[:-n]) * inverse + np.uint64(n)
+    return (sums[n:] - sums[:-n]) * inverse
 
 
 def overlaps(documents: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> list[Overlap]:
