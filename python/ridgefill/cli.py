@@ -10,47 +10,17 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import contextmanager
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from .errors import RidgefillError
+from .commands.common import AsJson, Force, errors_for_people, mib, stdout
 from .progress import duration, progress, stderr
 
 EPILOG = __doc__.split("\n\n", 1)[1]
-FILE_FAULT = 10
-STOPPED = 130
-
-stdout = Console()
-
 calibrate_app = typer.Typer(add_completion=False)
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Sidecars of ridge maps.", epilog=EPILOG)
-
-
-@contextmanager
-def _errors_for_people(hint_when_stopped: str = ""):
-    """Print our own errors, and those of the file system, as one line and leave with their exit code."""
-    try:
-        yield
-    except RidgefillError as e:
-        print(f"error: {e}", file=sys.stderr)
-        raise typer.Exit(e.exit_code) from None
-    except OSError as e:
-        if e.filename is None and e.errno is None:
-            raise  # not from the file system
-        where = f" {e.filename}:" if e.filename else ""
-        print(f"error:{where} {e.strerror}", file=sys.stderr)
-        raise typer.Exit(FILE_FAULT) from None
-    except KeyboardInterrupt:
-        print("stopped" + hint_when_stopped, file=sys.stderr)
-        raise typer.Exit(STOPPED) from None
-
-
-def _mib(n: int) -> str:
-    return f"{n / 2**20:,.1f} MiB"
 
 
 Splits = Annotated[list[int], typer.Option("--split", help="split layer S, 1 to layers - 2; may be given several times")]
@@ -59,8 +29,6 @@ MapType = Annotated[str, typer.Option(help="f32, f16 or q8_0")]
 Tail = Annotated[int, typer.Option(help="recommended tail to record, rows")]
 Lambdas = Annotated[list[float] | None, typer.Option("--lambda", help="scale-free penalty to try; may be given several times [default: 13 from 1e-4 to 1]")]
 PrevShare = Annotated[float, typer.Option(min=0, max=1, help="kind kv_prev: weight of the regression with the row before in the maps of K, the rest is kind kv's; below 1 numbers are copied more faithfully, at a higher loss")]
-Force = Annotated[bool, typer.Option("--force", help="replace existing files")]
-AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON, and nothing else but errors")]
 OUT = "sidecar to write; {split} and {kind} in it stand for the split and the kind, else with several NAME.gguf becomes NAME.s19.kv.gguf"
 
 
@@ -98,7 +66,7 @@ def calibrate(
         raise typer.BadParameter("--shard needs --sums, the file for its sums")
     if bool(shard) == bool(out):
         raise typer.BadParameter("a shard makes no sidecar: give --shard or --out" if out else "--out is needed, except with --shard")
-    with _errors_for_people("" if sums else "; --sums FILE keeps what was done"):
+    with errors_for_people("" if sums else "; --sums FILE keeps what was done"):
         from . import calibrate as c
         from .solve import LAMBDAS
 
@@ -123,13 +91,13 @@ def calibrate(
 def _say_plan(plan, say) -> None:
     say(
         f"{plan.n_documents} documents with {plan.n_tokens:,} tokens to fit, {plan.n_heldout_documents} with "
-        f"{plan.n_heldout_tokens:,} held out; needs {_mib(plan.memory_bytes)} besides the model"
+        f"{plan.n_heldout_tokens:,} held out; needs {mib(plan.memory_bytes)} besides the model"
     )
     if plan.n_tokens_done:
         say(f"goes on after {plan.n_tokens_done:,} tokens whose sums were kept")
     if plan.memory_bytes > plan.memory_available:
         print(
-            f"warning: {_mib(plan.memory_bytes)} needed, {_mib(plan.memory_available)} free: fit fewer splits or kinds at a time",
+            f"warning: {mib(plan.memory_bytes)} needed, {mib(plan.memory_available)} free: fit fewer splits or kinds at a time",
             file=sys.stderr,
         )
 
@@ -189,7 +157,7 @@ def inspect(
     json_output: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
 ) -> None:
     """Check a sidecar with the library's reader and show what it was fitted on and how well."""
-    with _errors_for_people():
+    with errors_for_people():
         from . import sidecar
 
         found = sidecar.inspect(file)
@@ -197,7 +165,7 @@ def inspect(
         print(json.dumps(found, indent=1))
         return
     keys = found["keys"]
-    stdout.print(f"{found['path']}: sidecar of ridge maps, {_mib(found['size'])}, sha256 {found['sha256']}", soft_wrap=True)
+    stdout.print(f"{found['path']}: sidecar of ridge maps, {mib(found['size'])}, sha256 {found['sha256']}", soft_wrap=True)
     for name, value in keys.items():
         if not isinstance(value, list):
             stdout.print(f"  {name} = {value}", soft_wrap=True, highlight=False)
@@ -214,7 +182,7 @@ def merge(
     json_output: AsJson = False,
 ) -> None:
     """Add up the sums of shards (ridgefill-calibrate --shard i/n --sums FILE)."""
-    with _errors_for_people():
+    with errors_for_people():
         from . import sums_file
 
         header = sums_file.merge(files, out, force)
@@ -240,7 +208,7 @@ def solve(
     json_output: AsJson = False,
 ) -> None:
     """Solve sums again, with other penalties or another map type, and write sidecars. Needs neither text nor model."""
-    with _errors_for_people():
+    with errors_for_people():
         from threadpoolctl import threadpool_limits
 
         from . import fit, sidecar, sums_file
