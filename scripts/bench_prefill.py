@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import statistics
@@ -36,7 +37,7 @@ from llama_server import ServerError
 from machine import machine
 from ridgefill.errors import RidgefillError
 from ridgefill.lib import Context, Maps, Model, select_rows
-from truncate_model import truncate
+from model_layers import truncate
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(os.environ.get("RIDGE_BUILD", ROOT / "build")) / "bin"
@@ -156,8 +157,9 @@ class Bench:
         timer("lower rest", lambda: self.cut.decode(rest, pos0=pos))
         return stats
 
+    @functools.cached_property
     def fill_unit(self) -> float:
-        """Seconds to fill one row in one upper layer."""
+        """Seconds to fill one row in one upper layer; the same for every setting, so measured once."""
         tokens = self.text(N_UBATCH + 1)  # one ubatch for sweep 1, one row for decode
         pairs = []
         with Context(self.model, n_ctx=2 * N_UBATCH, n_batch=N_BATCH, n_ubatch=N_UBATCH, n_threads=self.threads) as ctx:
@@ -183,8 +185,7 @@ class Bench:
     def result(self, setting: Setting, timer: Timer, stats: dict) -> dict:
         m, n_layer = timer.median, self.model.n_layer
         t_upper = m("fill sweep 2") + m("rest") - m("lower rest")
-        fill_unit = self.fill_unit()
-        t_fill = fill_unit * stats["n_filled"] * (n_layer - self.split)
+        t_fill = self.fill_unit * stats["n_filled"] * (n_layer - self.split)
         bound = m("exact") / (m("lower") + t_upper + t_fill)
         ratio = m("exact") / m("filled")
         layer_unit = m("exact") / (setting.n * n_layer)
@@ -194,8 +195,8 @@ class Bench:
             "filled_s": dataclasses.asdict(Spread.of(timer.seconds["filled"])),
             "ratio": ratio, "bound": bound, "share_of_bound": ratio / bound,
             "t_lower_s": m("lower"), "t_upper_s": t_upper, "t_fill_s": t_fill,
-            "fill_us_per_row_and_layer": 1e6 * fill_unit, "layer_us_per_row": 1e6 * layer_unit,
-            "fill_share_of_layer": fill_unit / layer_unit,
+            "fill_us_per_row_and_layer": 1e6 * self.fill_unit, "layer_us_per_row": 1e6 * layer_unit,
+            "fill_share_of_layer": self.fill_unit / layer_unit,
             "all_seconds": timer.seconds,
         }
 

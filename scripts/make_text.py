@@ -5,7 +5,7 @@
 Documents are cut from the middle: pages begin with tables of contents, modules with licences.
 
 Writes OUT/<source>/*.txt and OUT/sources.json. A document is cut from one original (a novel, a page, a module), and an
-original lies in one partition only, so that evaluation text never shares a sentence with calibration text. The order of
+original lies in one partition only. (Two originals may still share a passage; `ridgefill-calibrate` looks for those.) The order of
 the originals is that of the sha256 of their names: fixed, and blind to their content. More calibration text is taken from
 the end of that order, which leaves the evaluation documents what they are.
 """

@@ -55,7 +55,7 @@ def bench(record: dict, _part: str) -> str:
 
 def short(record: dict, _part: str) -> str:
     r = record["results"]
-    return (f"{r['pairs']} pairs of {r['n_tokens']} tokens: {100 * r['slowdown']:+.2f} % CPU time with maps loaded, 95 % interval "
+    return (f"{record['settings']['model']}, {r['pairs']} pairs of {r['prompts_per_pair']} prompts of {r['n_tokens']} tokens: {100 * r['slowdown']:+.2f} % CPU time with maps loaded, 95 % interval "
             f"[{100 * r['low_95']:+.2f}, {100 * r['high_95']:+.2f}] %.")
 
 

@@ -45,6 +45,24 @@ def smollm2() -> Path:
 
 
 @pytest.fixture(scope="session")
+def smollm2_f32(patched_lib, smollm2, tmp_path_factory) -> Path:
+    """The same weights dequantised: several times faster on CPUs that have no fast path for Q4_1."""
+    f32 = tmp_path_factory.mktemp("smollm2") / "smollm2-f32.gguf"
+    command = [patched_lib / "llama-quantize", "--allow-requantize", smollm2, f32, "F32"]
+    p = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert p.returncode == 0, p.stderr
+    return f32
+
+
+@pytest.fixture(scope="session")
+def text_set() -> Path:
+    """Real text, made once."""
+    p = subprocess.run([ROOT / "scripts" / "fetch_text.sh"], capture_output=True, text=True, check=False)
+    assert p.returncode == 0, p.stderr
+    return ROOT / "out" / "text"
+
+
+@pytest.fixture(scope="session")
 def pico_model(tmp_path_factory):
     """pico_model(arch, **keywords of pico.build) -> path, each distinct model written once per run."""
     folder, built = tmp_path_factory.mktemp("pico"), {}

@@ -1,7 +1,4 @@
-"""A small quality measurement of the shipped maps, with the criteria of the full one.
-
-The model is SmolLM2 dequantised to f32: the same weights, several times faster on CPUs that have no fast path for Q4_1.
-"""
+"""A small quality measurement of the shipped maps, with the criteria of the full one."""
 
 from __future__ import annotations
 
@@ -24,23 +21,10 @@ def measure(*args) -> subprocess.CompletedProcess:
 
 
 @pytest.fixture(scope="module")
-def text_set() -> Path:
-    p = subprocess.run([ROOT / "scripts" / "fetch_text.sh"], capture_output=True, text=True, check=False)
-    assert p.returncode == 0, p.stderr
-    return ROOT / "out" / "text"
-
-
-@pytest.fixture(scope="module")
-def measured(patched_lib, smollm2, text_set, tmp_path_factory) -> dict:
+def measured(smollm2_f32, text_set, tmp_path_factory) -> dict:
     """The result file of a reduced measurement; the command must have found every criterion to hold."""
-    folder = tmp_path_factory.mktemp("quality")
-    f32 = folder / "smollm2-f32.gguf"
-    p = subprocess.run(
-        [patched_lib / "llama-quantize", "--allow-requantize", smollm2, f32, "F32"], capture_output=True, text=True, check=False
-    )
-    assert p.returncode == 0, p.stderr
-    out = folder / "quality.json"
-    p = measure("--reduced", "--model", f32, "--text", text_set, "--out", out, "--fresh")
+    out = tmp_path_factory.mktemp("quality") / "quality.json"
+    p = measure("--reduced", "--model", smollm2_f32, "--text", text_set, "--out", out, "--fresh")
     assert p.returncode == 0, p.stdout + p.stderr
     return json.loads(out.read_text())
 
