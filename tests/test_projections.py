@@ -25,12 +25,13 @@ def library(patched_lib):
 
 
 def rewritten(source: Path, path: Path, change: Callable[[dict], dict], arch: str | None = None, **keys) -> Path:
-    """A copy of a model as architecture `arch`, with tensors {name: f32 array} changed and further u32 or f32 keys."""
+    """A copy of a model as architecture `arch`, with tensors {name: f32 array} changed and u32 or f32 keys added or replaced."""
     reader = gguf.GGUFReader(source)
     old = reader.fields["general.architecture"].contents()
     w = gguf.GGUFWriter(path, arch or old)
+    gone = {"general.architecture", *(f"{old}.{name.replace('__', '.')}" for name in keys)}
     for name, f in reader.fields.items():
-        if not name.startswith("GGUF.") and name != "general.architecture":
+        if not name.startswith("GGUF.") and name not in gone:
             name = name.replace(f"{old}.", f"{arch or old}.", 1)
             w.add_key_value(name, f.contents(), f.types[0], f.types[-1] if len(f.types) > 1 else None)
     for name, value in keys.items():

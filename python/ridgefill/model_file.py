@@ -29,12 +29,12 @@ class ModelFile:
     def get(self, key: str, default=None):
         return self.fields[key].contents() if key in self.fields else default
 
-    def tensor(self, name: str) -> np.ndarray | None:
+    def tensor(self, name: str, rows: slice = slice(None)) -> np.ndarray | None:
         """Dequantised, float32, rows first; None when the file has none of this name."""
         if (t := self.tensors.get(name)) is None:
             return None
         try:
-            return gguf.quants.dequantize(t.data, t.tensor_type).astype(np.float32, copy=False)
+            return gguf.quants.dequantize(t.data[rows], t.tensor_type).astype(np.float32, copy=False)
         except NotImplementedError:
             what = f"{name}: type {t.tensor_type.name} cannot be read here"
             raise RidgefillError(f"{what}; calibrate with an F16 or Q8_0 file") from None

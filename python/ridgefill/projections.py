@@ -40,7 +40,7 @@ class Layer:
 class Projections:
     """The K and V projections of a model file.
 
-    `eps` is the model's epsilon of the root mean square.
+    `eps` is the model's epsilon of the root mean square, `n_embd` the width d of a layer's input.
 
     Raises RidgefillError for an architecture outside ARCHITECTURES, and for clamped projections.
     """
@@ -50,6 +50,7 @@ class Projections:
         arch = self._file.get("general.architecture")
         if arch not in ARCHITECTURES:
             raise RidgefillError(f"architecture: expected one of {', '.join(ARCHITECTURES)}, found {arch}")
+        self.arch: str = arch
         self.eps = float(self._require(f"{arch}.attention.layer_norm_rms_epsilon"))
         self._n_blocks = int(self._require(f"{arch}.block_count"))
         clamp = f"{arch}.attention.clamp_kqv"
@@ -57,8 +58,9 @@ class Projections:
             raise RidgefillError(f"{clamp}: expected projections that are not clamped, found a clamp at {limit}")
         n_head = self._require(f"{arch}.attention.head_count")
         n_head_kv = self._file.get(f"{arch}.attention.head_count_kv", n_head)
-        head = self._require(f"{arch}.embedding_length") // (max(n_head) if isinstance(n_head, list) else n_head)
-        self._n_kv_heads = n_head_kv if isinstance(n_head_kv, list) else [n_head_kv] * self._n_blocks
+        self.n_embd = int(self._require(f"{arch}.embedding_length"))
+        head = self.n_embd // (max(n_head) if isinstance(n_head, list) else n_head)
+        self._n_heads, self._n_kv_heads = (n if isinstance(n, list) else [n] * self._n_blocks for n in (n_head, n_head_kv))
         self._head_k = self._file.get(f"{arch}.attention.key_length", head)
         self._head_v = self._file.get(f"{arch}.attention.value_length", head)
         self._layers: dict[int, Layer] = {}
