@@ -45,11 +45,14 @@ _FUNCTIONS = {
     "sidecar_n_tail": ([_P], _I),
     "sidecar_n_sink": ([_P], _I),
     "sidecar_file_type": ([_P], _I),
+    "sidecar_rank": ([_P], _I),
     "sidecar_k_length": ([_P, _I], _I),
     "sidecar_v_length": ([_P, _I], _I),
     "sidecar_str": ([_P, _S], _S),
     "sidecar_anchor": ([_P, _I, ct.POINTER(_S)], _S),
     "sidecar_weight": ([_P, _I], _P),
+    "sidecar_down": ([_P, _I], _P),
+    "sidecar_up": ([_P, _I], _P),
     "sidecar_bias": ([_P, _I], _P),
     "sha256": ([_S, ct.c_size_t, _S], None),
     "selector_from_name": ([_S], _I),
@@ -127,7 +130,7 @@ class Sidecar:
         return out
 
     def tensor(self, part: str, il: int):
-        """tensor_values() of the weight or bias of layer il, None where there is none."""
+        """tensor_values() of the weight, down, up or bias of layer il, None where there is none."""
         t = ridge(f"sidecar_{part}")(self.handle, il)
         return None if not t else tensor_values(t)
 

@@ -19,7 +19,11 @@ TYPES = {
     "f32": gguf.GGMLQuantizationType.F32,
     "f16": gguf.GGMLQuantizationType.F16,
     "q8_0": gguf.GGMLQuantizationType.Q8_0,
+    "q4_1": gguf.GGMLQuantizationType.Q4_1,
+    "q4_0": gguf.GGMLQuantizationType.Q4_0,
 }
+BLOCKS = {name: gguf.GGML_QUANT_SIZES[kind] for name, kind in TYPES.items()}  # values and bytes of a block
+KINDS = ("input", "input_lr", "kv", "kv_prev")
 METADATA_SHA256 = "ridge.metadata_sha256"
 
 U8, I8, U16, I16, U32, I32, F32, BOOL, STR, ARR, U64, I64, F64 = range(13)
@@ -194,14 +198,29 @@ def documented_keys(kind: str) -> dict[str, tuple[int, bool]]:
     return keys
 
 
-def random_maps(
-    n_layer: int, n_embd: int, split: int, seed: int = 0, kind: str = "input", kv_lengths: tuple[int, int] = (0, 0)
-) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """Per mapped layer A [d_out, d_in] and b [d_out], f32.
+def parts(kind: str) -> tuple[str, ...]:
+    """Last parts of the names of a layer's tensors."""
+    return ("down", "up", "bias") if kind == "input_lr" else ("weight", "bias")
 
-    Kind input: near the identity, as real maps are. The kv kinds: entries that give K and V of about unit variance.
+
+def random_maps(
+    n_layer: int, n_embd: int, split: int, seed: int = 0, kind: str = "input", kv_lengths: tuple[int, int] = (0, 0), rank: int = 32
+) -> dict[int, tuple[np.ndarray, ...]]:
+    """Per mapped layer A [d_out, d_in] and b [d_out], f32; of kind input_lr down [rank, d], up [d, rank] and b.
+
+    Kinds input and input_lr: near the identity, as real maps are. The kv kinds: entries that give K and V of about unit
+    variance.
     """
     rng = np.random.default_rng(seed)
+    if kind == "input_lr":
+        return {
+            il: (
+                (rng.standard_normal((rank, n_embd)) / np.sqrt(n_embd)).astype(np.float32),
+                (0.3 * rng.standard_normal((n_embd, rank)) / np.sqrt(rank)).astype(np.float32),
+                (0.01 * rng.standard_normal(n_embd)).astype(np.float32),
+            )
+            for il in range(split + 1, n_layer)
+        }
     if kind != "input":
         d_in, d_out = n_embd * (2 if kind == "kv_prev" else 1), sum(kv_lengths)
         return {
@@ -233,28 +252,30 @@ def write_sidecar(
     hparams: str,
     kind: str = "input",
     kv_lengths: tuple[int, int] = (0, 0),
+    rank: int = 32,
     n_tail: int = 128,
     n_sink: int = 4,
     file_type: int = 0,
     name: str = "test maps",
     model_name: str = "test model",
     anchors: Mapping[str, str] | None = None,
-    maps: Mapping[int, tuple[np.ndarray, np.ndarray]] | None = None,
+    maps: Mapping[int, tuple[np.ndarray, ...]] | None = None,
     seed: int = 0,
     metadata_hash: bool = False,
 ) -> Path:
     """Write a good sidecar of format version 1 (docs/SIDECAR.md) and return its path.
 
-    maps: per layer split+1..n_layer-1 A [d_out, d_in] and b [d_out]; random_maps() by default. kv_lengths: of kinds kv and
-    kv_prev, widths of K and V.
+    maps: per layer split+1..n_layer-1 as random_maps() has them, which makes the default. kv_lengths: of kinds kv and
+    kv_prev, widths of K and V. rank: of kind input_lr.
     anchors: name to sha256 of the model's anchor tensors (default: one that fits no model). metadata_hash: add the optional hash of the header.
     """
-    maps = random_maps(n_layer, n_embd, split, seed, kind, kv_lengths) if maps is None else maps
+    maps = random_maps(n_layer, n_embd, split, seed, kind, kv_lengths, rank) if maps is None else maps
     anchors = anchors or {"output_norm.weight": sha256(b"test model")}
     tensors = {}
-    for il, (a, b) in sorted(maps.items()):
-        tensors[f"blk.{il}.ridge.weight"] = (gguf.quants.quantize(a.astype(np.float32), TYPES[map_type]), TYPES[map_type])
-        tensors[f"blk.{il}.ridge.bias"] = (b.astype(np.float32), TYPES["f32"])
+    for il, arrays in sorted(maps.items()):
+        for part, array in zip(parts(kind), arrays, strict=True):
+            code = TYPES["f32" if part == "bias" else map_type]
+            tensors[f"blk.{il}.ridge.{part}"] = (gguf.quants.quantize(array.astype(np.float32), code), code)
 
     w = gguf.GGUFWriter(path, arch)
     w.add_type("adapter")
@@ -268,10 +289,13 @@ def write_sidecar(
     w.add_uint32("ridge.sink_rows", n_sink)
     w.add_uint32("ridge.tail", n_tail)
     w.add_string("ridge.map_type", map_type)
-    if kind != "input":
+    if kind == "input_lr":
+        w.add_uint32("ridge.rank", rank)
+    predicts_kv = kind in ("kv", "kv_prev")
+    if predicts_kv:
         for part, n in zip("kv", kv_lengths, strict=True):
             w.add_key_value(f"ridge.{part}_length", [n] * len(maps), gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.UINT32)
-    ends = [""] if kind == "input" else ["_k", "_v"]
+    ends = ["_k", "_v"] if predicts_kv else [""]
     for end in ends:
         w.add_array(f"ridge.lambda{end}", [0.03] * len(maps))
     for end in ends:
@@ -293,8 +317,8 @@ def write_sidecar(
     w.add_string("ridge.calibration.tool", "tests/sidecar_files.py")
     if metadata_hash:
         w.add_string(METADATA_SHA256, "0" * 64)
-    for key, (data, kind) in tensors.items():
-        w.add_tensor(key, data, raw_dtype=kind)
+    for key, (data, code) in tensors.items():
+        w.add_tensor(key, data, raw_dtype=code)
     w.write_header_to_file()
     w.write_kv_data_to_file()
     w.write_tensors_to_file()
@@ -375,9 +399,9 @@ def wrong_layer_count(raw: RawGguf) -> None:
     for kv in raw.kvs:
         if kv.is_array and re.fullmatch(r"ridge\.(lambda|r2|k_length|v_length)(_[kv])?", kv.key):
             kv.values.append(kv.values[-1])
-    for part in ("weight", "bias"):
-        t = raw.tensor(f"blk.{n_layer - 1}.ridge.{part}")
-        raw.tensors.append(RawTensor(f"blk.{n_layer}.ridge.{part}", t.shape, t.kind, t.data))
+    last = f"blk.{n_layer - 1}."
+    for t in [t for t in raw.tensors if t.name.startswith(last)]:
+        raw.tensors.append(RawTensor(t.name.replace(last, f"blk.{n_layer}."), t.shape, t.kind, t.data))
     raw.seal()
 
 

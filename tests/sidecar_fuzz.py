@@ -108,10 +108,10 @@ def mutant(good: bytes, fields: list, seed: int) -> bytes:
 
 def meaning(sidecar: ridge_native.Sidecar) -> str:
     """Hash of all that decides what a fill computes."""
-    parts = [sidecar.get(k) for k in ("kind", "split", "n_layer", "n_embd")]
+    parts = [sidecar.get(k) for k in ("kind", "split", "n_layer", "n_embd", "rank")]
     parts += [sidecar.length(which, il) for which in "kv" for il in range(parts[2] if parts[2] < 100 else 0)]
     for il in range(sidecar.get("split") + 1, sidecar.get("n_layer")):
-        parts += [sidecar.tensor(part, il) for part in ("weight", "bias")]
+        parts += [sidecar.tensor(part, il) for part in ("weight", "down", "up", "bias")]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 

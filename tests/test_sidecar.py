@@ -276,19 +276,21 @@ def keys_of(data: bytes) -> dict[str, tuple[int, bool]]:
     return {kv.key: (kv.kind, kv.is_array) for kv in sf.read_raw(data).kvs}
 
 
-def test_the_builder_writes_the_documented_keys_and_no_other(good_f16, good_kv):
+def test_the_builder_writes_the_documented_keys_and_no_other(good_f16, good_kv, good_lr):
     assert keys_of(good_f16) == KEYS
-    for kind, data in good_kv.items():
+    for kind, data in {**good_kv, "input_lr": good_lr}.items():
         assert keys_of(data) == sf.documented_keys(kind)
+    assert set(sf.documented_keys("input_lr")) - set(KEYS) == {"ridge.rank"}
     assert set(sf.documented_keys("kv")) - set(KEYS) == {f"ridge.{k}" for k in KV_KEYS}
     assert set(KEYS) - set(sf.documented_keys("kv")) == {"ridge.lambda", "ridge.r2"}
 
 
-@pytest.mark.parametrize("kind", ["input", "kv", "kv_prev"])
+@pytest.mark.parametrize("kind", sf.KINDS)
 def test_the_calibrators_writer_writes_the_documented_keys_and_the_reader_takes_them(kind, tmp_path):
     fingerprint = {"architecture": "llama", "name": "m", "file_type": 2, "anchors": ANCHORS}
     maps = sf.random_maps(N_LAYER, N_EMBD, SPLIT, kind=kind, kv_lengths=KV_LENGTHS)
-    parts = ["input"] if kind == "input" else ["k", "v"]
+    parts = sidecar.PARTS[kind]
+    *matrices, bias = sf.parts(kind)
     made = sidecar.Sidecar(
         fingerprint=MODEL | fingerprint,
         split=SPLIT,
@@ -297,18 +299,20 @@ def test_the_calibrators_writer_writes_the_documented_keys_and_the_reader_takes_
         map_type="q8_0",
         lambdas={part: [0.1] * len(maps) for part in parts},
         r2={part: [0.5] * len(maps) for part in parts},
-        weights=[sidecar.encode(a, "q8_0")[0] for a, _ in maps.values()],
-        biases=[b for _, b in maps.values()],
+        weights=[{part: sidecar.encode(a, "q8_0")[0] for part, a in zip(matrices, m)} for m in maps.values()],
+        biases=[b for *_, b in maps.values()],
         calibration=sidecar.Calibration(["a text; MIT"], 1000, 10, 100, 2, seed=3),
         kind=kind,
-        kv_lengths=[KV_LENGTHS] * len(maps),
+        kv_lengths=[KV_LENGTHS] * len(maps) if "kv" in kind else [],
     )
     path = tmp_path / "x.gguf"
     sidecar.write(path, made)
     assert keys_of(path.read_bytes()) == {**sf.documented_keys(kind), sf.METADATA_SHA256: (sf.STR, False)}
     with Sidecar(path, MODEL) as s:
         assert (s.get("split"), s.get("n_tail"), s.get("file_type"), s.anchors()) == (SPLIT, 256, 2, ANCHORS)
-        assert s.tensor("weight", 5)[2] == gguf.quants.quantize(maps[5][0], sf.TYPES["q8_0"]).tobytes()
+        for part, a in zip(matrices, maps[5]):
+            assert s.tensor(part, 5)[2] == gguf.quants.quantize(a, sf.TYPES["q8_0"]).tobytes()
+        assert s.tensor(bias, 5)[2] == maps[5][-1].tobytes()
 
 
 def is_named(message: str, key: str) -> bool:
@@ -351,9 +355,9 @@ def test_key_of_another_type_is_refused_by_name_and_both_types(key, good_f16, tm
     [
         ("ridge.format_version", 0, "it has the format version 0, expected 1 (key 'ridge.format_version')"),
         ("ridge.format_version", 2**32 - 1, "it has the format version 4294967295, expected 1 (key 'ridge.format_version')"),
-        ("ridge.kind", "KV", "the kind of its maps is 'KV', expected 'input', 'kv' or 'kv_prev' (key 'ridge.kind')"),
-        ("ridge.map_type", "q4_0", "the map type is 'q4_0', expected 'f32', 'f16' or 'q8_0' (key 'ridge.map_type')"),
-        ("ridge.map_type", "F16", "the map type is 'F16', expected 'f32', 'f16' or 'q8_0' (key 'ridge.map_type')"),
+        ("ridge.kind", "KV", "the kind of its maps is 'KV', expected 'input', 'input_lr', 'kv' or 'kv_prev' (key 'ridge.kind')"),
+        ("ridge.map_type", "q5_0", "the map type is 'q5_0', expected 'f32', 'f16', 'q8_0', 'q4_1' or 'q4_0' (key 'ridge.map_type')"),
+        ("ridge.map_type", "F16", "the map type is 'F16', expected 'f32', 'f16', 'q8_0', 'q4_1' or 'q4_0' (key 'ridge.map_type')"),
         ("ridge.split", 0, "key 'ridge.split' is 0, expected 1 to 4"),
         ("ridge.split", 5, "key 'ridge.split' is 5, expected 1 to 4"),
         ("ridge.split", 2**32 - 1, "key 'ridge.split' is 4294967295, expected 1 to 4"),
@@ -379,7 +383,7 @@ def test_key_of_another_type_is_refused_by_name_and_both_types(key, good_f16, tm
         ("general.name", b"\xc0\x80", r"key 'general.name' holds text that is not UTF-8: '\xc0\x80'"),
         ("general.name", b"\xf4\x90\x80\x80", r"key 'general.name' holds text that is not UTF-8: '\xf4\x90\x80\x80'"),
         ("general.name", b"\xe7\x8c", r"key 'general.name' holds text that is not UTF-8: '\xe7\x8c'"),
-        ("ridge.kind", "x" * 10**6, "the kind of its maps is '" + "x" * 64 + "...', expected 'input', 'kv' or 'kv_prev' (key 'ridge.kind')"),
+        ("ridge.kind", "x" * 10**6, "the kind of its maps is '" + "x" * 64 + "...', expected 'input', 'input_lr', 'kv' or 'kv_prev' (key 'ridge.kind')"),
         ("general.architecture", "a\nb", r"it was made for the architecture 'a\x0ab', the model has 'llama'"),
     ],
 )
@@ -398,12 +402,19 @@ def test_absurd_layer_count_with_one_map_is_refused_without_an_absurd_allocation
     assert refusal_of(sf.operated(good_f16, grow), tmp_path, None) == expected
 
 
-def test_q8_0_maps_of_a_width_that_is_no_multiple_of_the_block_are_refused(good_f16, tmp_path):
-    def shrink(raw):
-        raw.set("ridge.map_type", "q8_0")
-        raw.set("ridge.embedding_length", 33)
+@pytest.mark.parametrize("map_type", ["q8_0", "q4_1", "q4_0"])
+def test_maps_of_a_width_or_rank_that_is_no_multiple_of_the_block_are_refused(map_type, good_f16, good_lr, tmp_path):
+    def change(key, value):
+        def surgery(raw):
+            raw.set("ridge.map_type", map_type)
+            raw.set(key, value)
 
-    assert refusal_of(sf.operated(good_f16, shrink), tmp_path, None) == "the embedding length 33 is no multiple of 32, the block of map type 'q8_0'"
+        return surgery
+
+    data = sf.operated(good_f16, change("ridge.embedding_length", 33))
+    assert refusal_of(data, tmp_path, None) == f"the embedding length 33 is no multiple of 32, the block of map type '{map_type}'"
+    data = sf.operated(good_lr, change("ridge.rank", 33))
+    assert refusal_of(data, tmp_path) == f"the rank 33 is no multiple of 32, the block of map type '{map_type}'"
 
 
 #
@@ -488,6 +499,7 @@ def test_key_of_a_kv_kind_of_another_type_is_refused(key, good_kv, tmp_path):
         ("ridge.r2_v", [0.5, 1.5, 0.5], "key 'ridge.r2_v' is 1.5 for layer 4, expected a finite number from -inf to 1"),
         ("ridge.kind", "kv_prev", "tensor 'blk.3.ridge.weight' has the shape [64, 128], expected [128, 128]"),
         ("ridge.kind", "input", "key 'ridge.lambda' is missing"),
+        ("ridge.kind", "input_lr", "key 'ridge.rank' is missing"),
     ],
 )
 def test_key_of_kind_kv_out_of_range_is_refused_with_found_and_expected(key, value, expected, good_kv, tmp_path):
@@ -501,6 +513,98 @@ def test_bias_of_another_width_is_refused(good_kv, tmp_path):
 
     message = refusal_of(sf.operated(good_kv["kv"], cut), tmp_path)
     assert message == "tensor 'blk.5.ridge.bias' has the shape [64], expected [128]"
+
+
+#
+# maps of low rank
+#
+
+RANK = 32
+
+
+@pytest.fixture(scope="module")
+def good_lr(tmp_path_factory) -> bytes:
+    return write(tmp_path_factory.mktemp("good") / "lr.gguf", kind="input_lr", rank=RANK).read_bytes()
+
+
+@pytest.mark.parametrize("map_type, rank", [*((t, RANK) for t in sf.TYPES), ("f32", 1), ("f16", N_EMBD), ("q4_0", N_EMBD)])
+def test_good_sidecar_of_low_rank_loads_with_right_values(map_type, rank, tmp_path):
+    path = write(tmp_path / "x.gguf", kind="input_lr", rank=rank, map_type=map_type)
+    maps, code = sf.random_maps(N_LAYER, N_EMBD, SPLIT, kind="input_lr", rank=rank), sf.TYPES[map_type]
+    with Sidecar(path, MODEL) as s:
+        assert (s.get("kind"), s.get("rank"), s.get("n_embd")) == ("input_lr", rank, N_EMBD)
+        for il, (down, up, b) in maps.items():
+            assert s.tensor("down", il) == (code, (N_EMBD, rank), gguf.quants.quantize(down, code).tobytes())
+            assert s.tensor("up", il) == (code, (rank, N_EMBD), gguf.quants.quantize(up, code).tobytes())
+            assert s.tensor("bias", il) == (sf.TYPES["f32"], (N_EMBD, 1), b.tobytes())
+            assert s.tensor("weight", il) is None and s.length("k", il) == 0
+        for il in (-1, SPLIT, N_LAYER):
+            assert s.tensor("down", il) is None and s.tensor("up", il) is None
+
+
+def test_only_kind_input_lr_has_a_rank_and_factors(good, good_kv, tmp_path):
+    (tmp_path / "kv.gguf").write_bytes(good_kv["kv"])
+    for path in (good, tmp_path / "kv.gguf"):
+        with Sidecar(path) as s:
+            assert s.get("rank") == 0 and s.tensor("down", 3) is None and s.tensor("up", 3) is None
+
+
+def rename(old: str, new: str):
+    return lambda raw: setattr(raw.tensor(old), "name", new)
+
+
+def resize(name: str, shape: list[int]):
+    """Another shape, with as many zeros as it takes."""
+    def surgery(raw):
+        t = raw.tensor(name)
+        t.shape, t.data = shape, bytes(2 * math.prod(shape))
+
+    return surgery
+
+
+@pytest.mark.parametrize(
+    "surgery, expected",
+    [
+        (lambda raw: raw.drop("ridge.rank"), "key 'ridge.rank' is missing"),
+        (lambda raw: raw.set("ridge.rank", RANK, sf.U64), "key 'ridge.rank' has the type u64, expected u32"),
+        (lambda raw: raw.set("ridge.rank", 0), "key 'ridge.rank' is 0, expected 1 to 64"),
+        (lambda raw: raw.set("ridge.rank", 65), "key 'ridge.rank' is 65, expected 1 to 64"),
+        (lambda raw: raw.set("ridge.rank", 16), "tensor 'blk.3.ridge.down' has the shape [64, 32], expected [64, 16]"),
+        (resize("blk.3.ridge.down", [64, 31]), "tensor 'blk.3.ridge.down' has the shape [64, 31], expected [64, 32]"),
+        (resize("blk.3.ridge.down", [32, 64]), "tensor 'blk.3.ridge.down' has the shape [32, 64], expected [64, 32]"),
+        (resize("blk.4.ridge.up", [64, 32]), "tensor 'blk.4.ridge.up' has the shape [64, 32], expected [32, 64]"),
+        (resize("blk.4.ridge.up", [33, 64]), "tensor 'blk.4.ridge.up' has the shape [33, 64], expected [32, 64]"),
+        (resize("blk.4.ridge.up", [32]), "tensor 'blk.4.ridge.up' has the shape [32], expected [32, 64]"),
+        (lambda raw: raw.tensors.remove(raw.tensor("blk.5.ridge.up")), "tensor 'blk.5.ridge.up' is missing: expected maps for layers 3 to 5"),
+        (lambda raw: raw.tensors.remove(raw.tensor("blk.4.ridge.down")), "tensor 'blk.4.ridge.down' is missing: expected maps for layers 3 to 5"),
+        (lambda raw: raw.tensors.remove(raw.tensor("blk.4.ridge.bias")), "tensor 'blk.4.ridge.bias' is missing: expected maps for layers 3 to 5"),
+        (rename("blk.3.ridge.up", "blk.3.ridge.weight"), "tensor 'blk.3.ridge.up' is missing: expected maps for layers 3 to 5"),
+        (
+            lambda raw: raw.tensors.append(sf.RawTensor("blk.3.ridge.weight", [64, 64], 1, bytes(2 * 64 * 64))),
+            "tensor 'blk.3.ridge.weight' does not belong in a sidecar with maps for layers 3 to 5",
+        ),
+        (lambda raw: setattr(raw.tensor("blk.3.ridge.up"), "kind", 0), "tensor 'blk.3.ridge.up' has the type f32, expected f16"),
+        (
+            lambda raw: put(raw, "blk.4.ridge.up", 2 * (RANK + 3), struct.pack("<e", math.inf)),
+            "tensor 'blk.4.ridge.up' holds a value that is not finite at row 1, column 3",
+        ),
+        (
+            lambda raw: put(raw, "blk.4.ridge.down", 2 * (N_EMBD + 3), struct.pack("<e", math.nan)),
+            "tensor 'blk.4.ridge.down' holds a value that is not finite at row 1, column 3",
+        ),
+        (lambda raw: raw.set("ridge.kind", "input"), "tensor 'blk.3.ridge.weight' is missing: expected maps for layers 3 to 5"),
+    ],
+)  # fmt: skip
+def test_low_rank_maps_that_do_not_fit_together_are_refused(surgery, expected, good_lr, tmp_path):
+    assert refusal_of(sf.operated(good_lr, surgery), tmp_path) == expected
+
+
+def test_full_maps_that_claim_a_rank_are_refused(good_f16, tmp_path):
+    def claim(raw):
+        raw.set("ridge.kind", "input_lr")
+        raw.kvs.append(sf.RawKv("ridge.rank", sf.U32, [32]))
+
+    assert refusal_of(sf.operated(good_f16, claim), tmp_path) == "tensor 'blk.3.ridge.down' is missing: expected maps for layers 3 to 5"
 
 
 #
@@ -619,12 +723,13 @@ NOT_FINITE = [math.nan, -math.nan, math.inf, -math.inf]
 @pytest.mark.parametrize("value", NOT_FINITE)
 @pytest.mark.parametrize("row, column", [(0, 0), (31, 17), (N_EMBD - 1, N_EMBD - 1)])
 def test_weight_that_is_not_finite_is_refused_with_its_place(good, value, row, column, tmp_path):
-    fmt, size, what = {"f32": ("<f", 4, "value"), "f16": ("<e", 2, "value"), "q8_0": ("<e", 34, "block")}[good.stem]
-    per_row = N_EMBD if good.stem != "q8_0" else N_EMBD // 32
-    index = row * per_row + (column if good.stem != "q8_0" else column // 32)
-    shown = column if good.stem != "q8_0" else column // 32 * 32
-    data = sf.operated(good.read_bytes(), lambda raw: put(raw, "blk.4.ridge.weight", index * size, struct.pack(fmt, value)))
-    assert refusal_of(data, tmp_path) == f"tensor 'blk.4.ridge.weight' holds a {what} that is not finite at row {row}, column {shown}"
+    block, size = sf.BLOCKS[good.stem]
+    what, fmt = "value" if block == 1 else "block", "<f" if good.stem == "f32" else "<e"
+    at = (row * N_EMBD + column) // block * size
+    for offset in (0, 2) if good.stem == "q4_1" else (0,):  # a block of q4_1 begins with its scale and its least value
+        data = sf.operated(good.read_bytes(), lambda raw: put(raw, "blk.4.ridge.weight", at + offset, struct.pack(fmt, value)))
+        expected = f"tensor 'blk.4.ridge.weight' holds a {what} that is not finite at row {row}, column {column // block * block}"
+        assert refusal_of(data, tmp_path) == expected
 
 
 @pytest.mark.parametrize("value", NOT_FINITE)

@@ -40,17 +40,17 @@ ADVICE = {"ridge.sink_rows", "ridge.tail"}
 @pytest.fixture(scope="module", params=list(sf.TYPES))
 def good(request, tmp_path_factory) -> bytes:
     """A good sidecar of each map type; d = 36 (f32, f16) puts padding behind the biases."""
-    d = 64 if request.param == "q8_0" else 36
+    d = 36 if request.param in ("f32", "f16") else 64
     return sf.write_example(tmp_path_factory.mktemp("good") / "x.gguf", map_type=request.param, n_embd=d).read_bytes()
 
 
-@pytest.fixture(scope="module", params=[*sf.TYPES, "kv", "kv_prev"])
+@pytest.fixture(scope="module", params=[*sf.TYPES, *sf.KINDS[1:]])
 def intact(request, tmp_path_factory) -> bytes:
     """A good one, of each kind too: the kv ones predict K and V of 12 and 24 numbers."""
     if request.param in sf.TYPES:
-        what = dict(map_type=request.param, n_embd=64 if request.param == "q8_0" else 36)
+        what = dict(map_type=request.param, n_embd=36 if request.param in ("f32", "f16") else 64)
     else:
-        what = dict(map_type="f16", n_embd=36, kind=request.param, kv_lengths=(12, 24))
+        what = dict(map_type="f16", n_embd=36, kind=request.param, kv_lengths=(12, 24), rank=12)
     return sf.write_example(tmp_path_factory.mktemp("good") / "x.gguf", **what).read_bytes()
 
 
@@ -276,7 +276,7 @@ def test_key_name_of_control_characters_is_shown_escaped(good, refuse):
 #
 
 
-@pytest.mark.parametrize("kind, map_type", [("input", "f16"), ("input", "q8_0"), ("kv_prev", "f16")])
+@pytest.mark.parametrize("kind, map_type", [("input", "f16"), ("input", "q8_0"), ("kv_prev", "f16"), ("input_lr", "q4_1")])
 def test_thousands_of_mutants_are_refused_or_mean_the_same_and_none_ends_the_process(kind, map_type, tmp_path):
     good = sf.write_example(tmp_path / "good.gguf", map_type=map_type, kind=kind, kv_lengths=(32, 32))
     n = 2000

@@ -51,15 +51,16 @@ extern "C" {
     GGML_RIDGE_API void ggml_ridge_sidecar_free(struct ggml_ridge_sidecar * sc);
 
     GGML_RIDGE_API const char * ggml_ridge_sidecar_hash    (const struct ggml_ridge_sidecar * sc); // sha256 of the file, hex
-    GGML_RIDGE_API const char * ggml_ridge_sidecar_kind    (const struct ggml_ridge_sidecar * sc); // "input", "kv" or "kv_prev"
+    GGML_RIDGE_API const char * ggml_ridge_sidecar_kind    (const struct ggml_ridge_sidecar * sc); // "input", "input_lr", "kv" or "kv_prev"
     GGML_RIDGE_API int32_t      ggml_ridge_sidecar_split   (const struct ggml_ridge_sidecar * sc);
     GGML_RIDGE_API int32_t      ggml_ridge_sidecar_n_layer (const struct ggml_ridge_sidecar * sc);
     GGML_RIDGE_API int32_t      ggml_ridge_sidecar_n_embd  (const struct ggml_ridge_sidecar * sc);
     GGML_RIDGE_API int32_t      ggml_ridge_sidecar_n_tail  (const struct ggml_ridge_sidecar * sc);
     GGML_RIDGE_API int32_t      ggml_ridge_sidecar_n_sink  (const struct ggml_ridge_sidecar * sc);
     GGML_RIDGE_API int32_t      ggml_ridge_sidecar_file_type(const struct ggml_ridge_sidecar * sc); // of the model it was fitted on, -1 if unknown
+    GGML_RIDGE_API int32_t      ggml_ridge_sidecar_rank    (const struct ggml_ridge_sidecar * sc); // of kind input_lr, 0 of the others
 
-    // width of the rows of K and V that the map of layer il writes; 0 for kind input and layers without a map
+    // width of the rows of K and V that the map of layer il writes; 0 where maps predict inputs, and for layers without a map
     GGML_RIDGE_API int32_t      ggml_ridge_sidecar_k_length (const struct ggml_ridge_sidecar * sc, int32_t il);
     GGML_RIDGE_API int32_t      ggml_ridge_sidecar_v_length (const struct ggml_ridge_sidecar * sc, int32_t il);
 
@@ -70,11 +71,15 @@ extern "C" {
     GGML_RIDGE_API const char * ggml_ridge_sidecar_anchor(const struct ggml_ridge_sidecar * sc, int32_t i, const char ** name);
 
     // Host tensors of layer il (split < il < n_layer), else NULL: weight [n_in, n_out] of the map type, bias [n_out] f32.
+    // Kind input_lr has no weight but down [n_embd, rank] and up [rank, n_embd], of the map type.
     //   input     n_in = n_out = n_embd        from the hidden state at the split to the layer's input
+    //   input_lr  up (down x) + x + bias       the same
     //   kv        n_in = n_embd                from the RMS-normalised state to the layer's K (first) and V, before norms
     //             n_out = k_length + v_length  of K and RoPE
     //   kv_prev   n_in = 2*n_embd              the same from the row's own state and its predecessor's
     GGML_RIDGE_API const struct ggml_tensor * ggml_ridge_sidecar_weight(const struct ggml_ridge_sidecar * sc, int32_t il);
+    GGML_RIDGE_API const struct ggml_tensor * ggml_ridge_sidecar_down  (const struct ggml_ridge_sidecar * sc, int32_t il);
+    GGML_RIDGE_API const struct ggml_tensor * ggml_ridge_sidecar_up    (const struct ggml_ridge_sidecar * sc, int32_t il);
     GGML_RIDGE_API const struct ggml_tensor * ggml_ridge_sidecar_bias  (const struct ggml_ridge_sidecar * sc, int32_t il);
 
     // sha256 of a buffer as 64 lower-case hex digits and a NUL

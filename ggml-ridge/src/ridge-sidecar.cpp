@@ -14,6 +14,13 @@ extern "C" {
 #include <memory>
 #include <set>
 
+// one tensor of a map
+struct ridge_part {
+    const char *         name;
+    ggml_type            type;
+    std::vector<int64_t> shape;
+};
+
 struct ggml_ridge_sidecar {
     explicit ggml_ridge_sidecar(const std::string & path) : file(path) {}
 
@@ -30,9 +37,10 @@ struct ggml_ridge_sidecar {
     int32_t n_embd    = 0;
     int32_t n_tail    = 0;
     int32_t n_sink    = 0;
+    int32_t rank      = 0; // of kind input_lr
     int32_t file_type = -1;
 
-    // widths of the rows of K and V that the maps of layers split + 1 to n_layer - 1 write; empty for kind input
+    // widths of the rows of K and V that the maps of layers split + 1 to n_layer - 1 write; empty where they predict inputs
     std::vector<uint32_t> k_length;
     std::vector<uint32_t> v_length;
 
@@ -40,24 +48,31 @@ struct ggml_ridge_sidecar {
     std::vector<std::pair<std::string, std::string>> anchors; // name, sha256
     std::map<std::string, std::string>               sha256;  // of each tensor
 
-    std::vector<ggml_tensor *> weights; // of layers split + 1 to n_layer - 1
-    std::vector<ggml_tensor *> biases;
+    std::map<std::string, std::vector<ggml_tensor *>> tensors; // by part, of layers split + 1 to n_layer - 1
 
-    int64_t n_in() const {
-        return kind == "kv_prev" ? 2*int64_t(n_embd) : n_embd;
+    bool predicts_kv() const {
+        return kind == "kv" || kind == "kv_prev";
     }
 
-    int64_t n_out(int32_t il) const {
-        const size_t i = il - split - 1;
-        return kind == "input" ? n_embd : int64_t(k_length[i]) + v_length[i];
+    // what the map of layer il consists of
+    std::vector<ridge_part> parts(int32_t il) const {
+        const size_t  i     = il - split - 1;
+        const int64_t n_in  = kind == "kv_prev" ? 2*int64_t(n_embd) : n_embd;
+        const int64_t n_out = predicts_kv() ? int64_t(k_length[i]) + v_length[i] : n_embd;
+        const ridge_part bias = { "bias", GGML_TYPE_F32, { n_out } };
+        if (kind == "input_lr") {
+            return { { "down", map_type, { n_in, rank } }, { "up", map_type, { rank, n_out } }, bias };
+        }
+        return { { "weight", map_type, { n_in, n_out } }, bias };
     }
 
     int32_t length(const std::vector<uint32_t> & lengths, int32_t il) const {
         return !lengths.empty() && il > split && il < n_layer ? lengths[il - split - 1] : 0;
     }
 
-    const ggml_tensor * of_layer(const std::vector<ggml_tensor *> & tensors, int32_t il) const {
-        return il > split && il < n_layer ? tensors[il - split - 1] : nullptr;
+    const ggml_tensor * tensor(const char * part, int32_t il) const {
+        const auto it = tensors.find(part);
+        return it != tensors.end() && il > split && il < n_layer ? it->second[il - split - 1] : nullptr;
     }
 };
 
@@ -146,12 +161,22 @@ static int32_t read_i32(const ridge_gguf & gguf, const char * key, int64_t lo, i
 }
 
 static ggml_type map_type_from_name(const std::string & name) {
-    for (ggml_type type : { GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_Q8_0 }) {
+    for (ggml_type type : { GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_Q8_0, GGML_TYPE_Q4_1, GGML_TYPE_Q4_0 }) {
         if (name == ggml_type_name(type)) {
             return type;
         }
     }
-    throw ridge_error("the map type is " + ridge_quote(name) + ", expected 'f32', 'f16' or 'q8_0' (key 'ridge.map_type')");
+    throw ridge_error("the map type is " + ridge_quote(name) +
+        ", expected 'f32', 'f16', 'q8_0', 'q4_1' or 'q4_0' (key 'ridge.map_type')");
+}
+
+// rows of matrices are whole blocks
+static void check_blocks(const ggml_ridge_sidecar & sc, const char * what, int32_t n) {
+    const int64_t n_block = ggml_blck_size(sc.map_type);
+    if (n % n_block != 0) {
+        throw ridge_error(ridge_format("the %s %d is no multiple of %" PRId64 ", the block of map type '%s'",
+            what, n, n_block, ggml_type_name(sc.map_type)));
+    }
 }
 
 static void check_count(const ggml_ridge_sidecar & sc, const char * key, size_t found) {
@@ -209,9 +234,9 @@ static std::vector<std::pair<std::string, std::string>> read_hashes(const ridge_
 
 static void read_keys(ggml_ridge_sidecar & sc, const ridge_gguf & gguf) {
     sc.kind = gguf.get_str("ridge.kind");
-    if (sc.kind != "input" && sc.kind != "kv" && sc.kind != "kv_prev") {
+    if (sc.kind != "input" && sc.kind != "input_lr" && !sc.predicts_kv()) {
         throw ridge_error("the kind of its maps is " + ridge_quote(sc.kind) +
-            ", expected 'input', 'kv' or 'kv_prev' (key 'ridge.kind')");
+            ", expected 'input', 'input_lr', 'kv' or 'kv_prev' (key 'ridge.kind')");
     }
     sc.map_type  = map_type_from_name(gguf.get_str("ridge.map_type"));
     sc.arch      = gguf.get_str("general.architecture");
@@ -222,18 +247,18 @@ static void read_keys(ggml_ridge_sidecar & sc, const ridge_gguf & gguf) {
     sc.n_tail    = read_i32(gguf, "ridge.tail", 1, INT32_MAX);
     sc.file_type = int32_t(gguf.get_u32("ridge.model.file_type")); // all bits set: unknown
 
-    const int64_t n_block = ggml_blck_size(sc.map_type);
-    if (sc.n_embd % n_block != 0) {
-        throw ridge_error(ridge_format("the embedding length %d is no multiple of %" PRId64 ", the block of map type '%s'",
-            sc.n_embd, n_block, ggml_type_name(sc.map_type)));
+    check_blocks(sc, "embedding length", sc.n_embd);
+    if (sc.kind == "input_lr") {
+        sc.rank = read_i32(gguf, "ridge.rank", 1, sc.n_embd);
+        check_blocks(sc, "rank", sc.rank);
     }
 
-    if (sc.kind != "input") {
+    if (sc.predicts_kv()) {
         sc.k_length = read_lengths(sc, gguf, "ridge.k_length");
         sc.v_length = read_lengths(sc, gguf, "ridge.v_length");
     }
     for (const char * part : { "", "_k", "_v" }) {
-        if ((*part == '\0') == (sc.kind == "input")) {
+        if ((*part != '\0') == sc.predicts_kv()) {
             check_per_layer(sc, gguf, (std::string("ridge.lambda") + part).c_str(), 0.0f, HUGE_VALF);
             check_per_layer(sc, gguf, (std::string("ridge.r2")     + part).c_str(), -HUGE_VALF, 1.0f);
         }
@@ -356,16 +381,17 @@ static void check_tensor_set(const ggml_ridge_sidecar & sc, const ridge_gguf & g
     for (const auto & info : gguf.tensors) {
         by_name[info.name] = &info;
     }
-    const auto check = [&](int32_t il, const char * part, ggml_type type, const std::vector<uint64_t> & shape) {
-        const std::string name = ridge_format("blk.%d.ridge.%s", il, part);
+    const auto check = [&](int32_t il, const ridge_part & part) {
+        const std::string name = ridge_format("blk.%d.ridge.%s", il, part.name);
+        const std::vector<uint64_t> shape(part.shape.begin(), part.shape.end());
         const auto it = by_name.find(name);
         if (it == by_name.end()) {
             throw ridge_error(ridge_format("tensor '%s' is missing: expected maps for layers %d to %d",
                 name.c_str(), sc.split + 1, sc.n_layer - 1));
         }
-        if (it->second->type != type) {
+        if (it->second->type != part.type) {
             throw ridge_error(ridge_format("tensor '%s' has the type %s, expected %s",
-                name.c_str(), type_text(it->second->type).c_str(), ggml_type_name(type)));
+                name.c_str(), type_text(it->second->type).c_str(), ggml_type_name(part.type)));
         }
         if (it->second->shape != shape) {
             throw ridge_error(ridge_format("tensor '%s' has the shape %s, expected %s",
@@ -377,9 +403,9 @@ static void check_tensor_set(const ggml_ridge_sidecar & sc, const ridge_gguf & g
         by_name.erase(it);
     };
     for (int32_t il = sc.split + 1; il < sc.n_layer; ++il) {
-        const uint64_t n_out = sc.n_out(il);
-        check(il, "weight", sc.map_type,   { uint64_t(sc.n_in()), n_out });
-        check(il, "bias",   GGML_TYPE_F32, { n_out });
+        for (const ridge_part & part : sc.parts(il)) {
+            check(il, part);
+        }
     }
     if (!by_name.empty()) {
         throw ridge_error(ridge_format("tensor %s does not belong in a sidecar with maps for layers %d to %d",
@@ -448,15 +474,10 @@ static void check_finite(const ggml_tensor * t) {
     const uint8_t * p = static_cast<const uint8_t *>(t->data);
     const size_t    n = ggml_nbytes(t)/ggml_type_size(t->type);
     for (size_t i = 0; i < n; ++i, p += ggml_type_size(t->type)) {
-        float x = 0.0f;
-        if (t->type == GGML_TYPE_F32) {
-            memcpy(&x, p, sizeof(x));
-        }
-        // a q8_0 block begins with its f16 scale
-        if (t->type == GGML_TYPE_F32 ? !std::isfinite(x) : !is_finite_f16(p)) {
+        if (!is_finite(t->type, p)) {
             const int64_t at = int64_t(i)*ggml_blck_size(t->type);
             throw ridge_error(ridge_format("tensor '%s' holds a %s that is not finite at row %" PRId64 ", column %" PRId64,
-                t->name, t->type == GGML_TYPE_Q8_0 ? "block" : "value", at/t->ne[0], at%t->ne[0]));
+                t->name, ggml_is_quantized(t->type) ? "block" : "value", at/t->ne[0], at%t->ne[0]));
         }
     }
 }
@@ -473,17 +494,13 @@ static void read_tensors(sidecar_reader & r) {
     if (!sc.ctx) {
         throw ridge_error("no memory for its tensors");
     }
-    sc.weights.resize(sc.n_layer - 1 - sc.split);
-    sc.biases .resize(sc.n_layer - 1 - sc.split);
     for (size_t i = 0; i < offsets.size(); ++i) {
         const ridge_tensor_info & info = r.gguf.tensors[i];
-        const bool           is_weight = info.shape.size() == 2;
-        const int32_t               il = atoi(info.name.c_str() + strlen("blk."));
-        ggml_tensor * t = is_weight ? ggml_new_tensor_2d(sc.ctx.get(), sc.map_type,   sc.n_in(), sc.n_out(il))
-                                    : ggml_new_tensor_1d(sc.ctx.get(), GGML_TYPE_F32, sc.n_out(il));
+        const std::vector<int64_t> shape(info.shape.begin(), info.shape.end());
+        ggml_tensor * t = ggml_new_tensor(sc.ctx.get(), ggml_type(info.type), int(shape.size()), shape.data());
         ggml_set_name(t, info.name.c_str());
         t->data = const_cast<uint8_t *>(sc.file.data()) + offsets[i];
-        (is_weight ? sc.weights : sc.biases)[il - sc.split - 1] = t;
+        keep(sc, t);
 
         const std::string found    = sha256_hex(t->data, ggml_nbytes(t));
         const std::string expected = sc.sha256.at(info.name);
@@ -496,6 +513,21 @@ static void read_tensors(sidecar_reader & r) {
         check_padding(sc, end, GGML_PAD(end, GGUF_DEFAULT_ALIGNMENT), "tensor '" + info.name + "'");
     }
     sc.hash = sha256_hex(sc.file.data(), sc.file.size());
+// can the numbers at p, which are all that decides whether a value or block is finite, be used?
+static bool is_finite(ggml_type type, const uint8_t * p) {
+    switch (type) {
+        case GGML_TYPE_F32: {
+            float x;
+            memcpy(&x, p, sizeof(x));
+            return std::isfinite(x);
+        }
+        case GGML_TYPE_Q4_1: // scale, then least value
+            return is_finite_f16(p) && is_finite_f16(p + 2);
+        default: // the value itself, or the scale at the start of a block
+            return is_finite_f16(p);
+    }
+}
+
 }
 
 static std::unique_ptr<ggml_ridge_sidecar> sidecar_read(const char * path, const ggml_ridge_expect * expect) {
@@ -514,6 +546,14 @@ static std::unique_ptr<ggml_ridge_sidecar> sidecar_read(const char * path, const
 
 //
 // C API
+// under its part and layer: blk.%d.ridge.PART
+static void keep(ggml_ridge_sidecar & sc, ggml_tensor * t) {
+    const int32_t il = atoi(t->name + strlen("blk."));
+    auto & of_part = sc.tensors[strrchr(t->name, '.') + 1];
+    of_part.resize(sc.n_layer - 1 - sc.split);
+    of_part[il - sc.split - 1] = t;
+}
+
 //
 
 ggml_ridge_sidecar * ggml_ridge_sidecar_load(const char * path, const ggml_ridge_expect * expect, char * err, size_t err_size) {
@@ -564,10 +604,8 @@ const char * ggml_ridge_sidecar_anchor(const ggml_ridge_sidecar * sc, int32_t i,
     return sc->anchors[i].second.c_str();
 }
 
-const ggml_tensor * ggml_ridge_sidecar_weight(const ggml_ridge_sidecar * sc, int32_t il) {
-    return sc->of_layer(sc->weights, il);
-}
-
-const ggml_tensor * ggml_ridge_sidecar_bias(const ggml_ridge_sidecar * sc, int32_t il) {
-    return sc->of_layer(sc->biases, il);
-}
+const ggml_tensor * ggml_ridge_sidecar_weight(const ggml_ridge_sidecar * sc, int32_t il) { return sc->tensor("weight", il); }
+const ggml_tensor * ggml_ridge_sidecar_down  (const ggml_ridge_sidecar * sc, int32_t il) { return sc->tensor("down",   il); }
+const ggml_tensor * ggml_ridge_sidecar_up    (const ggml_ridge_sidecar * sc, int32_t il) { return sc->tensor("up",     il); }
+const ggml_tensor * ggml_ridge_sidecar_bias  (const ggml_ridge_sidecar * sc, int32_t il) { return sc->tensor("bias",   il); }
+int32_t      ggml_ridge_sidecar_rank     (const ggml_ridge_sidecar * sc) { return sc->rank; }

@@ -121,7 +121,15 @@ ggml_tensor * build_features(ggml_context * ctx, ggml_cgraph * gf, const llama_r
     return ggml_concat(ctx, x, prev, 0);
 }
 
-// rows of the map's output from `offset` on, in the shape of what they stand in for: [n_head, head, rows] or [n, rows]
+// What a map predicts of features x, arXiv 2611.09709 section 2.2: A x + b, where kind input_lr has A = I + up down.
+ggml_tensor * build_map(ggml_context * ctx, const llama_ridge_maps::layer & map, ggml_tensor * x) {
+    ggml_tensor * y = map.w ? ggml_mul_mat(ctx, map.w, x) :
+        ggml_add(ctx, ggml_mul_mat(ctx, map.up, ggml_mul_mat(ctx, map.down, x)), x);
+
+    return ggml_add(ctx, y, map.b);
+}
+
+// rows of the map's output from `offset` on, in the shape of what they stand in for: [head, n_head, rows] or [n, rows]
 ggml_tensor * view_like(ggml_context * ctx, ggml_tensor * kv, const ggml_tensor * like, int64_t offset) {
     const int64_t n_tokens = kv->ne[1];
     const int64_t n        = ggml_nelements(like)/n_tokens;
@@ -169,13 +177,10 @@ ggml_tensor * llm_graph_context::build_layer_inp(ggml_tensor * inpL, int il) con
 
         res->add_input(std::move(inp)); // it is never reusable, so the graph is not either
     } else if (pass.type == LLAMA_RIDGE_PASS_FILL) {
-        // arXiv 2611.09709 section 2.2: x_l = A_l x_S + b_l
         inpL = res->t_layer_inp[pass.split];
 
         if (pass.maps && !pass.maps->predicts_kv()) {
-            const auto & map = pass.maps->layers[il];
-
-            inpL = ggml_add(ctx0, ggml_mul_mat(ctx0, map.w, inpL), map.b);
+            inpL = build_map(ctx0, pass.maps->layers[il], inpL);
         }
     }
 
@@ -198,9 +203,7 @@ void llm_graph_context::build_ridge_kv(ggml_tensor *& Kcur, ggml_tensor *& Vcur,
         return;
     }
 
-    const auto & map = pass.maps->layers[il];
-
-    ggml_tensor * kv = ggml_add(ctx0, ggml_mul_mat(ctx0, map.w, find_input<llm_graph_input_ridge>(*res)->features), map.b);
+    ggml_tensor * kv = build_map(ctx0, pass.maps->layers[il], find_input<llm_graph_input_ridge>(*res)->features);
     cb(kv, "ridge_kv", il);
 
     Kcur = view_like(ctx0, kv, Kcur, 0);

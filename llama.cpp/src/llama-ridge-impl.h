@@ -17,8 +17,11 @@ struct llama_context;
 // A sidecar on the devices of its layers.
 struct llama_ridge_maps {
     struct layer {
-        ggml_tensor * w = nullptr; // [n_in, n_out], see ggml_ridge_sidecar_weight()
-        ggml_tensor * b = nullptr; // [n_out]
+        // see ggml_ridge_sidecar_weight()
+        ggml_tensor * w    = nullptr; // [n_in, n_out]; or, of kind input_lr,
+        ggml_tensor * down = nullptr; // [n_in, rank]
+        ggml_tensor * up   = nullptr; // [rank, n_out]
+        ggml_tensor * b    = nullptr; // [n_out]
     };
 
     const llama_model * model = nullptr;
@@ -30,7 +33,7 @@ struct llama_ridge_maps {
     std::string kind;
     std::string hash;
 
-    bool predicts_kv() const { return kind != "input"; }
+    bool predicts_kv() const { return kind == "kv" || kind == "kv_prev"; }
     bool needs_prev()  const { return kind == "kv_prev"; }
 
     std::vector<layer> layers; // [n_layer], set for il > split

@@ -182,7 +182,7 @@ struct ridge_alloc {
 static ggml_tensor * place(std::map<ggml_backend_buffer_type_t, ridge_alloc> & allocs, ggml_backend_buffer_type_t buft, const ggml_tensor * host, int32_t n_layer) {
     auto & alloc = allocs[buft];
     if (!alloc.ctx) {
-        const ggml_init_params params = { 2*n_layer*ggml_tensor_overhead(), nullptr, true };
+        const ggml_init_params params = { 3*n_layer*ggml_tensor_overhead(), nullptr, true }; // at most three of a layer
         alloc.buft = buft;
         alloc.ctx.reset(ggml_init(params));
     }
@@ -237,11 +237,15 @@ static bool place_all(const llama_model & model, const ggml_ridge_sidecar * sc, 
 
     maps.layers.resize(n_layer);
     for (int32_t il = maps.split + 1; il < n_layer; ++il) {
-        const ggml_tensor * w = ggml_ridge_sidecar_weight(sc, il);
-        const ggml_tensor * b = ggml_ridge_sidecar_bias  (sc, il);
+        const auto place_matrix = [&](const ggml_tensor * t) {
+            return t ? place(allocs, buft_for_layer(model, il, t), t, n_layer) : nullptr;
+        };
+        auto & map = maps.layers[il];
 
-        maps.layers[il].w = place(allocs, buft_for_layer(model, il, w), w, n_layer);
-        maps.layers[il].b = place(allocs, ggml_backend_dev_buffer_type(model.dev_layer(il)), b, n_layer);
+        map.w    = place_matrix(ggml_ridge_sidecar_weight(sc, il));
+        map.down = place_matrix(ggml_ridge_sidecar_down  (sc, il));
+        map.up   = place_matrix(ggml_ridge_sidecar_up    (sc, il));
+        map.b    = place(allocs, ggml_backend_dev_buffer_type(model.dev_layer(il)), ggml_ridge_sidecar_bias(sc, il), n_layer);
     }
 
     for (auto & [buft, alloc] : allocs) {

@@ -94,7 +94,7 @@ extern "C" {
     LLAMA_API int32_t      llama_ridge_maps_split    (const struct llama_ridge_maps * maps);
     LLAMA_API int32_t      llama_ridge_maps_n_tail   (const struct llama_ridge_maps * maps); // recommended T
     LLAMA_API int32_t      llama_ridge_maps_n_sink   (const struct llama_ridge_maps * maps);
-    LLAMA_API const char * llama_ridge_maps_kind     (const struct llama_ridge_maps * maps); // "input"
+    LLAMA_API const char * llama_ridge_maps_kind     (const struct llama_ridge_maps * maps); // "input", "input_lr", "kv" or "kv_prev"
     LLAMA_API const char * llama_ridge_maps_hash     (const struct llama_ridge_maps * maps); // sha256 of the content, hex
     LLAMA_API size_t       llama_ridge_maps_size     (const struct llama_ridge_maps * maps); // bytes on the devices
 
