@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import pico
 from calibrate_pico import CTX, SHAPE, SINK, arguments, config, corpus, hashes, keys_of, library, model, words  # noqa: F401
 from ridgefill import calibrate as cal
-from ridgefill import cli, lib, sums_file
+from ridgefill import cli, lib, passes, sums_file
 from ridgefill.errors import OutputExists, StatisticsError
 from ridgefill.stopping import Stopped
 from ridgefill.sums_file import Reader, Store, SumsError
@@ -220,7 +220,7 @@ def test_sums_are_saved_by_time(model, corpus, tmp_path, monkeypatch):
             self.saved.append(now[0])
             now[0] += 10
 
-    saver = cal._Saver(Slow(), None, [], every=60)
+    saver = passes.Saver(Slow(), None, [], every=60)
     for _ in range(600):
         now[0] += 1
         if saver.due():
@@ -357,7 +357,7 @@ def test_sums_that_the_disk_cannot_hold_are_refused_before_the_work(model, corpu
         need = run.plan().sums_bytes
         run.run()
     assert need < (tmp_path / "s.npz").stat().st_size < 1.3 * need + 2**17
-    monkeypatch.setattr(cal.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**30, 2**30, need - 1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**30, 2**30, need - 1))
     message = refusal(model=model, corpus=corpus, out=tmp_path / "n.gguf", sums=str(tmp_path / "t.npz"), **ALL)
     assert message.endswith(f"t.npz: sums take {need:,} bytes, {need - 1:,} are free there")
 

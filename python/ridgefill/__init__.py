@@ -1,6 +1,6 @@
 """RidgeFill (arXiv 2611.09709) inside llama.cpp: calibration, sidecars, and bindings to the patched libllama.
 
-Modules, in the order in which data passes them: `text` (documents), `lib` and `capture` (activations),
+Modules, in the order in which data passes them: `text` (documents), `lib` with `capture`, or `hf` (activations),
 `statistics` and `solve` (maps), `sidecar` (the file), `cli` (the commands). For applications there is `Llama`
 (docs/BINDINGS.md): `from ridgefill import Llama` loads the library, `import ridgefill` alone does not.
 """

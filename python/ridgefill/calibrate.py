@@ -1,7 +1,7 @@
 """Fitting ridge maps for a GGUF model: text -> layer inputs -> sums -> maps -> sidecar, one file per split and kind.
 
-Every split and kind of one call is fitted in the same pass over the text. With a file of sums the pass can be stopped and
-gone on with, or done in shards.
+Every split and kind of one call is fitted in the same pass over the text; where memory is short, in several, each for some of
+the layers. With a file of sums a pass can be stopped and gone on with, or done in shards.
 """
 
 from __future__ import annotations
@@ -9,56 +9,62 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import shutil
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from . import fit, sidecar
+from . import sidecar
 from .capture import Chunk, activations
 from .errors import RidgeError, RidgefillError
-from .fit import Report, Result, Wanted, no_report
+from .fit import Report, Result, Solution, Wanted, no_report
+from .hf import Checkpoint, is_checkpoint
 from .kinds import families
 from .lib import Context, Model
 from .model_file import check_copy, file_sha256
+from .passes import Pass, Saver, layer_groups, sums_path
 from .prepare import OVERLAP, Cutting, evaluation_documents, prepare
+from .ranks import Ranks, of_torchrun
 from .solve import LAMBDAS
 from .statistics import memory_bytes
 from .stopping import Stopped, StopRequest
 from .sums import MAX_ROWS, Sums
-from .sums_file import Header, Reader, Store, SumsError, differences
-from .text import Document, read_documents
+from .sums_file import Header, Store
+from .text import Document, Limit, read_documents
 
 
 @dataclass
 class Config:
     """What to calibrate and how."""
 
-    model: str  # GGUF file
+    model: str  # GGUF file, or a checkpoint (hf.is_checkpoint)
     out: str  # sidecar; see out_path(); "" for a shard, which makes none
     splits: list[int]  # split layers S, 1 <= S <= layers - 2
-    text: list[str]  # files and folders
+    text: list[str]  # files, folders and data sets (text.DATASET)
     kinds: list[str] = field(default_factory=lambda: ["input"])  # of kinds.KINDS
     map_type: str = "q8_0"  # f32, f16 or q8_0
     sink: int = 4  # rows at the start of each sequence that are neither fitted nor filled
     tail: int = 512  # recommended tail, rows
     seed: int = 0  # order of the documents, hence which are held out
     n_tokens: int = 0  # tokens to fit on, 0: all
+    heldout_tokens: int = 0  # tokens to hold out, 0: all of the documents held out
     heldout_documents: int | None = None  # None: those marked so, else a sixth
     ctx: int = 2048  # tokens run together from position 0
     threads: int = 2
     gpu_layers: int = 0
     force: bool = False  # replace existing files
     prev_share: float = 1.0  # of the row before in K of kind kv_prev: 1 as regressed, 0 as in kind kv
-    served: str = ""  # GGUF file that the maps are for, where `model` is a copy of it at higher precision
+    served: str = ""  # GGUF file that the maps are for, where `model` is a checkpoint or a copy of it at higher precision
+    dtype: str = ""  # of a checkpoint: of hf.DTYPES; "": f32 on a CPU, else bf16
+    device: str = ""  # of a checkpoint: cpu or cuda; "": cpu
     lambdas: tuple[float, ...] = field(default=LAMBDAS)
     sums: str = ""  # file that keeps the sums; one that is there is gone on with
     save_every: float = 120.0  # seconds between two savings of the sums, 0: after each chunk
+    layers_per_pass: int = 0  # most layers that are summed in one pass over the text, 0: all
     shard: str = ""  # "i/n": only make the sums of every n-th chunk, from the i-th on
     row_stride: int = 1  # every how many rows one is used
     chat_share: float = 0.0  # of the documents that are put into the model's chat template
@@ -88,6 +94,7 @@ class Config:
             sink=self.sink,
             seed=self.seed,
             n_tokens=self.n_tokens,
+            heldout_tokens=self.heldout_tokens,
             heldout_documents=self.heldout_documents,
             chat_share=self.chat_share,
             overlap=self.overlap,
@@ -106,7 +113,8 @@ class Config:
         """For the record: what is not at its default, besides what has a key of its own in the sidecar."""
         out = [f"row_stride={self.row_stride}"] if self.row_stride != 1 else []
         out += [f"chat_share={self.chat_share:g}"] if self.chat_share else []
-        return out + (["overlap=keep"] if self.overlap == "keep" else [])
+        out += ["overlap=keep"] if self.overlap == "keep" else []
+        return out
 
 
 @dataclass(frozen=True)
@@ -117,15 +125,16 @@ class Plan:
     n_heldout_documents: int
     n_tokens: int
     n_heldout_tokens: int
-    n_tokens_done: int  # of both, in the file of sums already
+    n_passes: int
+    n_tokens_done: int  # of both and all passes, in files of sums already
     memory_bytes: int  # sums and captured activations; the model itself comes on top
     memory_available: int
-    sums_bytes: int  # of the file of sums
+    sums_bytes: int  # of the files of sums
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """How long the text will take, from the first chunk of this run."""
+    """How long the text will take in all passes, from the first chunk of this run."""
 
     tokens_per_second: float
     n_tokens_left: int
@@ -136,25 +145,41 @@ class Estimate:
         return self.n_tokens_left / self.tokens_per_second
 
 
-def _check(config: Config, model: Model) -> None:
+def _check_model(config: Config, model: Model) -> None:
     for split in config.splits:
         if not 1 <= split <= model.n_layer - 2:
             n = model.n_layer
             raise RidgefillError(f"split: expected 1 to {n - 2} for a model of {n} layers, found {split}")
+    if reason := model.unsupported():
+        raise RidgeError(f"{model.path} cannot be filled: {reason}")
+
+
+def _check(config: Config, n_ranks: int) -> None:
     if not 0 <= config.sink < config.ctx:
         raise RidgefillError(f"sink rows: expected 0 to {config.ctx - 1}, found {config.sink}")
     if config.row_stride < 1:
         raise RidgefillError(f"row stride: expected at least 1, found {config.row_stride}")
     if config.overlap not in OVERLAP:
         raise RidgefillError(f"overlap: expected one of {', '.join(OVERLAP)}, found {config.overlap!r}")
+    if config.layers_per_pass < 0:
+        raise RidgefillError(f"layers per pass: expected at least 1, or 0 for all, found {config.layers_per_pass}")
     if not 0 <= config.chat_share <= 1:
         raise RidgefillError(f"chat share: expected 0 to 1, found {config.chat_share}")
     if config.shard and not config.sums:
         raise RidgefillError("a shard needs a file for its sums")
     if bool(config.shard) == bool(config.out):
         raise RidgefillError("expected a file for the sidecar or a shard, which makes none, found both or neither")
-    if reason := model.unsupported():
-        raise RidgeError(f"{config.model} cannot be filled: {reason}")
+    if config.shard and n_ranks > 1:
+        raise RidgefillError(f"shard: expected none under torchrun, whose {n_ranks} processes share the text, found {config.shard}")
+
+
+def _model_file(config: Config, from_checkpoint: bool) -> str:
+    """The GGUF whose tokenizer, fingerprint and projections are used."""
+    if not from_checkpoint and (config.dtype or config.device):
+        raise RidgefillError(f"dtype and device: expected a checkpoint to go with them, found {config.model}")
+    if from_checkpoint and not config.served:
+        raise RidgefillError(f"{config.model} is a checkpoint: expected with --for the GGUF that the maps are for, found none")
+    return config.served if from_checkpoint else config.model
 
 
 def _sha256(*parts: bytes) -> str:
@@ -170,25 +195,10 @@ def _describe_text(documents: Sequence[Document]) -> str:
     return f"{len(documents)} documents with sha256 {_sha256(*(f.encode() for f in fields))}"
 
 
-class _Saver:
-    """Saves the sums from time to time: at most every `every` seconds, and never for more than a twentieth of the time."""
-
-    def __init__(self, store: Store, header: Header, sums: list[Sums], every: float):
-        self._store, self._header, self._sums, self._every = store, header, sums, every
-        self._next = time.monotonic() + every
-
-    def due(self) -> bool:
-        return time.monotonic() >= self._next
-
-    def save(self) -> None:
-        began = time.monotonic()
-        self._store.write(self._header, self._sums)
-        took = time.monotonic() - began
-        self._next = began + took + max(self._every, 20 * took if self._every else 0)
-
-
 class Calibration:
-    """One run: plan() to look before it starts, run() to do it. Owns model, context and file of sums; use it in `with`.
+    """One run: plan() to look before it starts, run() to do it. Owns model, context and files of sums; use it in `with`.
+
+    Under torchrun each process has one; they share the text, and the first one solves and writes.
 
     `warn` is called with lines about text that is left out.
     """
@@ -196,29 +206,61 @@ class Calibration:
     def __init__(self, config: Config, warn: Callable[[str], None] = lambda line: None):
         self.config = config
         self.started = time.monotonic()
-        self.shard, self.n_shards = config.shard_of()
+        self.rank, n_ranks = of_torchrun()
+        self.shard, self.n_shards = (self.rank + 1, n_ranks) if n_ranks > 1 else config.shard_of()
+        self.solves = bool(config.out) and self.rank == 0  # and writes
+        self._estimated = False
         config.wanted().check()
-        # what was kept in a file of sums is not lost by finding out late that a sidecar exists, perhaps this very one
-        resumes = bool(config.sums) and Path(config.sums).exists()
-        for split, kind in config.wanted().files() if config.out else []:
-            sidecar.check_writable(config.out_path(split, kind), config.force or resumes)
-        documents = read_documents(config.text)
-        given = read_documents(config.evaluation_text) if config.evaluation_text else []
+        _check(config, n_ranks)
+        from_checkpoint = is_checkpoint(config.model)
         with ExitStack() as stack:
-            self.store = stack.enter_context(Store(config.sums)) if config.sums else None
-            self.model = stack.enter_context(Model(config.model, n_gpu_layers=config.gpu_layers))
-            _check(config, self.model)
+            self.ranks = stack.enter_context(Ranks()) if n_ranks > 1 else None
+            self.file = _model_file(config, from_checkpoint)
+            self.model = stack.enter_context(Model(self.file, n_gpu_layers=config.gpu_layers))
+            _check_model(config, self.model)
             mapped = range(min(config.splits) + 1, self.model.n_layer)
-            self.families = families(config.kinds, config.model, self.model.n_embd, mapped)
+            groups = layer_groups(mapped, config.layers_per_pass)
+            stores = [stack.enter_context(Store(p)) if p else None for p in self._sums_paths(groups)]
+            # what was kept in a file of sums is not lost by finding out late that a sidecar exists, perhaps this very one
+            resumes = any(store and store.path.exists() for store in stores)
+            for split, kind in config.wanted().files() if config.out else []:
+                sidecar.check_writable(config.out_path(split, kind), config.force or resumes)
+            # a sixth of what a data set gives is held out, and documents differ in length
+            limit = Limit(3 * config.n_tokens // 2, lambda text: len(self.model.tokenize(text)))
+            documents = read_documents(config.text, limit)
+            given = read_documents(config.evaluation_text) if config.evaluation_text else []
+            self.families = families(config.kinds, self.file, self.model.n_embd, mapped)
+            self.checkpoint = None
+            if from_checkpoint:
+                self.checkpoint = Checkpoint(config.model, self.model, config.dtype, config.device, config.threads)
             # a width that the map type cannot hold should not show after an hour of work
             sidecar.encode(np.zeros((1, self.model.n_embd)), config.map_type)
             evaluation = evaluation_documents(documents, given)
             self.prepared = prepare(self.model, documents, evaluation, config.cutting(), warn)
             self.chunks = self._of_this_shard(self.prepared.fit, self.prepared.heldout)
             self.header = self._header(n_evaluation=len(evaluation) if given else 0)
-            if self.store:
-                self._look_at_sums()
+            self.passes = [self._pass(group, store, len(groups)) for group, store in zip(groups, stores, strict=True)]
+            for p in self.passes:
+                p.look_at_file(self._sums_bytes(p))
             self._stack = stack.pop_all()
+
+    def _sums_paths(self, groups: list[list[int]]) -> list[Path | None]:
+        """Files of sums by pass, if any: each pass and each process has one of its own."""
+        mine = [f"{self.shard}of{self.n_shards}"] if self.ranks else []
+        marks = [[f"l{group[0]}-{group[-1]}"] if len(groups) > 1 else [] for group in groups]
+        return [sums_path(self.config.sums, m + mine) if self.config.sums else None for m in marks]
+
+    def _pass(self, layers: list[int], store: Store | None, n_passes: int) -> Pass:
+        header = self.header
+        if n_passes > 1:
+            header = replace(
+                header,
+                settings={**header.settings, "layers summed": f"{layers[0]}-{layers[-1]}"},
+                splits=[s for s in header.splits if s < layers[-1]],
+                layers=layers,
+                done=dict(header.done),
+            )
+        return Pass(layers, header, store)
 
     def _of_this_shard(self, fitted: list[Chunk], heldout: list[Chunk]) -> dict[str, list[Chunk]]:
         """Chunks by part. Raises TextError when nothing is left to fit."""
@@ -229,7 +271,7 @@ class Calibration:
     def _fingerprints(self) -> dict[int, dict]:
         """By split, of the file that the maps are for."""
         splits, served = self.config.splits, self.config.served
-        if not served:
+        if not served or self.checkpoint:
             return {s: self.model.fingerprint(s) for s in splits}
         check_copy(self.config.model, served)
         with Model(served) as model:
@@ -255,7 +297,8 @@ class Calibration:
             "layers": self.model.n_layer,
             "width": self.model.n_embd,
             "tokenizer": fingerprint["tokenizer_sha256"],
-            "model file": file_sha256(c.model),
+            "model file": file_sha256(self.file),
+            **({"checkpoint": self.checkpoint.sha256(), "dtype": self.checkpoint.dtype} if self.checkpoint else {}),
             "splits": sorted(c.splits),
             "sums for kinds": [targets.layout.family for targets, _ in self.families],
             "ctx": c.ctx,
@@ -273,8 +316,10 @@ class Calibration:
         """Of the sums before the first chunk."""
         used, heldout = self.prepared.documents
         options = self.config.options() + [f"dropped={name}" for name in self.prepared.dropped]
+        if self.checkpoint:
+            options += [f"checkpoint={Path(self.config.model).name}", f"dtype={self.checkpoint.dtype}"]
         return Header(
-            settings=self._settings() if self.store else {},
+            settings=self._settings() if self.config.sums else {},
             n_layer=self.model.n_layer,
             sink=self.config.sink,
             splits=self.config.splits,
@@ -293,29 +338,9 @@ class Calibration:
             total={part: len(c) for part, c in self.chunks.items()},
         )
 
-    def _look_at_sums(self) -> None:
-        """Take over what a file of sums has done, if there is one. Raises SumsError when it is of something else."""
-        if not self.store.path.exists():
-            need, free = self._sums_bytes(), shutil.disk_usage(self.store.path.absolute().parent).free
-            if free < need:
-                raise SumsError(f"{self.store.path}: sums take {need:,} bytes, {free:,} are free there")
-            return
-        with Reader(self.store.path) as reader:
-            found = reader.header
-        mine, theirs = ({**h.settings, "shards": "all" if not h.missing else h.shard_names()} for h in (self.header, found))
-        if differing := differences(mine, theirs):
-            way_out = "name another file, or remove this one to begin anew"
-            raise SumsError(f"{self.store.path} holds sums of something else: {differing}; {way_out}")
-        self.header.done, self.header.n_shards, self.header.shards = found.done, found.n_shards, found.shards
-
     #
     # running
     #
-
-    @property
-    def layers(self) -> list[int]:
-        """Layers whose inputs are captured."""
-        return list(range(min(self.config.splits), self.model.n_layer))
 
     def plan(self) -> Plan:
         used, heldout = self.prepared.documents
@@ -325,71 +350,79 @@ class Calibration:
             n_heldout_documents=len(heldout),
             n_tokens=tokens["fit"],
             n_heldout_tokens=tokens["heldout"],
+            n_passes=len(self.passes),
             n_tokens_done=self._tokens_done(),
             memory_bytes=self._memory_bytes(),
             memory_available=os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-            sums_bytes=self._sums_bytes(),
+            sums_bytes=sum(map(self._sums_bytes, self.passes)),
         )
 
     def _tokens_done(self) -> int:
-        return sum(len(k.tokens) for part, c in self.chunks.items() for k in c[: self.header.done[part]])
+        return sum(len(k.tokens) for p in self.passes for part, c in self.chunks.items() for k in c[: p.header.done[part]])
 
-    def _widths(self, targets) -> dict[int, int]:
-        return {il: targets.layout.d_out(il) for il in self.layers[1:]}
+    def _sums_bytes(self, p: Pass) -> int:
+        sizes = [(t.layout.d_in(), {il: t.layout.d_out(il) for il in p.layers}) for t, _ in self.families]
+        return sum(memory_bytes(s, d_in, widths) for d_in, widths in sizes for s in p.header.splits)
 
-    def _sums_bytes(self) -> int:
-        splits = self.config.splits
-        return sum(memory_bytes(s, t.layout.d_in(), self._widths(t)) for t, _ in self.families for s in splits)
+    def _summing_bytes(self, p: Pass) -> int:
+        ctx, splits = self.config.ctx, p.header.splits
+        # our copy and one set in the making, and of a GGUF the library's buffer
+        captured = (2 if self.checkpoint else 3) * 4 * ctx * self.model.n_embd * len(p.captured)
+        # features of a chunk, float32 and the block in float64
+        features = sum((4 * ctx + 8 * min(ctx, MAX_ROWS)) * t.layout.d_in() * len(splits) for t, _ in self.families)
+        return captured + features + self._sums_bytes(p)
 
     def _memory_bytes(self) -> int:
-        c = self.config
-        # the library's buffer, our copy, and one set in the making
-        need = 3 * 4 * c.ctx * self.model.n_embd * len(self.layers) + self._sums_bytes()
-        solving = 0
+        c, layers = self.config, [il for p in self.passes for il in p.layers]
+        need, solving = max(map(self._summing_bytes, self.passes)), 0
         for targets, kinds in self.families:
-            d_in, widths = targets.layout.d_in(), self._widths(targets)
+            d_in = targets.layout.d_in()
             need += targets.weight_bytes
-            # features of a chunk, float32 and the block in float64
-            need += (4 * c.ctx + 8 * min(c.ctx, MAX_ROWS)) * d_in * len(c.splits)
             # maps wait as float32 at most until all are solved; the solver works on five square matrices, and on five more
             # where maps with and without the row before are mixed
-            need += sum(4 * d_in * widths[il] for s in c.splits for il in widths if il > s) * len(kinds)
+            need += sum(4 * d_in * targets.layout.d_out(il) for s in c.splits for il in layers if il > s) * len(kinds)
             mixed = "kv_prev" in kinds and c.prev_share < 1
             solving = max(solving, 8 * 5 * (d_in**2 + mixed * self.model.n_embd**2))
         return need + solving
 
-    def _begin(self) -> list[Sums]:
-        """Sums to add to: those on disk, or new ones."""
-        if any(self.header.done.values()):
-            with Reader(self.store.path) as reader:
-                return reader.sums()
-        return [Sums(targets.layout, self.config.splits, self.model.n_layer) for targets, _ in self.families]
+    @contextmanager
+    def _captured(self, chunks: list[Chunk], layers: list[int]) -> Iterator[Iterator[dict[int, np.ndarray]]]:
+        """Inputs of `layers` of each chunk, from the checkpoint or the library."""
+        c = self.config
+        if self.checkpoint:
+            with closing(self.checkpoint.activations(chunks, layers)) as captured:
+                yield captured
+            return
+        with (
+            Context(self.model, c.ctx, n_batch=c.ctx, n_threads=c.threads) as ctx,
+            closing(activations(ctx, chunks, layers)) as captured,
+        ):
+            yield captured
 
-    def _collect(self, report: Report, on_estimate: Callable[[Estimate], None]) -> list[Sums]:
+    def _collect(self, p: Pass, report: Report, on_estimate: Callable[[Estimate], None]) -> list[Sums]:
         """Fitted and held-out sums of all chunks, by family of kinds."""
-        sums, pending = self._begin(), [(p, k) for p, c in self.chunks.items() for k in c[self.header.done[p] :]]
+        sums, pending = p.begin(), [(part, k) for part, c in self.chunks.items() for k in c[p.header.done[part] :]]
         done = self._tokens_done()
-        total = done + sum(len(k.tokens) for _, k in pending)
+        total = len(self.passes) * sum(len(k.tokens) for c in self.chunks.values() for k in c)
         report("capture", done, total)
         if not pending:
             return sums
-        c, estimated = self.config, False
-        saver = _Saver(self.store, self.header, sums, c.save_every) if self.store else None
+        c = self.config
+        saver = Saver(p.store, p.header, sums, c.save_every) if p.store else None
         chosen = slice(c.sink, None, c.row_stride)
         with (
             StopRequest() if saver else nullcontext() as stop,
-            Context(self.model, c.ctx, n_batch=c.ctx, n_threads=c.threads) as ctx,
-            closing(activations(ctx, [chunk for _, chunk in pending], self.layers)) as captured,
+            self._captured([chunk for _, chunk in pending], p.captured) as captured,
         ):
             began = time.monotonic()
             for (part, chunk), inputs in zip(pending, captured, strict=True):
                 for (targets, _), s in zip(self.families, sums, strict=True):
                     s.add(targets, part, inputs, chosen)
-                self.header.done[part] += 1
+                p.header.done[part] += 1
                 done += len(chunk.tokens)
                 report("capture", done, total)
-                if not estimated:
-                    estimated = True
+                if not self._estimated:
+                    self._estimated = True
                     on_estimate(Estimate(len(chunk.tokens) / (time.monotonic() - began), total - done))
                 if saver and (stop.asked or saver.due()):
                     saver.save()
@@ -400,17 +433,26 @@ class Calibration:
         return sums
 
     def run(self, report: Report = no_report, on_estimate: Callable[[Estimate], None] = lambda estimate: None) -> list[Result]:
-        """Capture, solve and write; a shard is captured only. Nothing is written before every split is solved.
+        """Capture, solve and write; a shard, and under torchrun any process but the first, captures only. Nothing is written
+        before every split is solved.
 
         Raises StatisticsError naming the layer when activations cannot be fitted, OutputExists when a file appeared
-        meanwhile, SumsError when the file of sums cannot be written, Stopped when the user asked for it.
+        meanwhile, SumsError when a file of sums cannot be written, Stopped when the user asked for it.
         """
         with threadpool_limits(self.config.threads):
-            sums = self._collect(report, on_estimate)
-            if not self.config.out:
+            solution = Solution(self.config.wanted(), self.model.n_layer, report)
+            for p in self.passes:
+                sums = self._collect(p, report, on_estimate)
+                if self.ranks:
+                    self.ranks.reduce(sums)
+                if self.solves:
+                    solution.add(p.header, sums)
+                del sums  # the next pass needs the memory
+            if not self.solves:
                 return []
-            same_is_fine = bool(self.store)  # a run that was stopped while it wrote may have left some
-            return fit.solve(self.config.wanted(), self.header, sums, report, same_is_fine, self.started)
+            # a run that was stopped while it wrote may have left some
+            return solution.write(self.started, same_is_fine=bool(self.config.sums))
+
 
 
 def calibrate(config: Config, report: Report = no_report) -> list[Result]:

@@ -34,9 +34,9 @@ OUT = "sidecar to write; {split} and {kind} in it stand for the split and the ki
 
 @calibrate_app.command(epilog=EPILOG)
 def calibrate(
-    model: Annotated[str, typer.Argument(help="GGUF model file")],
+    model: Annotated[str, typer.Argument(help="GGUF model file; or, with --for, a Hugging Face checkpoint: a folder with config.json or OWNER/NAME")],
     split: Splits,
-    text: Annotated[list[str], typer.Option(help="file or folder of text, .jsonl or .parquet; may be given several times")],
+    text: Annotated[list[str], typer.Option(help="file or folder of text, .jsonl or .parquet; or hf:NAME[:CONFIG[:SPLIT]], a data set, with --n-tokens; may be given several times")],
     out: Annotated[str, typer.Option(help=OUT + "; a shard makes none")] = "",
     kind: Kinds = None,
     map_type: MapType = "q8_0",
@@ -52,13 +52,16 @@ def calibrate(
     ctx: Annotated[int, typer.Option(min=64, help="tokens run together from position 0")] = 2048,
     threads: Annotated[int, typer.Option(min=1)] = 2,
     gpu_layers: Annotated[int, typer.Option(help="model layers on the accelerator, -1: all")] = 0,
+    dtype: Annotated[str, typer.Option(help="f32, bf16 or f16, in which a checkpoint is run [default: f32 on a CPU, else bf16]")] = "",
+    device: Annotated[str, typer.Option(help="cpu or cuda, where a checkpoint is run [default: cpu]")] = "",
     sums: Annotated[str, typer.Option(help="file that keeps the sums over the text: a run that was stopped goes on from it with the same command")] = "",
     save_every: Annotated[float, typer.Option(min=0, help="seconds between two savings of the sums, 0: after each chunk of --ctx tokens")] = 120.0,
+    layers_per_pass: Annotated[int, typer.Option(min=0, help="sum at most so many layers in one pass over the text, 0: all; more passes, less memory, the same sidecar")] = 0,
     shard: Annotated[str, typer.Option(help="i/n: only make the sums of the i-th of n shares of the text; then `ridgefill merge` and `ridgefill solve`")] = "",
     lam: Lambdas = None,
     prev_share: PrevShare = 1.0,
     force: Force = False,
-    served: Annotated[str, typer.Option("--for", help="model file that the maps are for, where {model} is a copy of it at higher precision, which many CPUs run faster; the weights are compared")] = "",
+    served: Annotated[str, typer.Option("--for", help="GGUF that the maps are for, where {model} is a checkpoint, or a copy of the file at higher precision, which many CPUs run faster; the weights are compared")] = "",
     json_output: AsJson = False,
 ) -> None:
     """Fit ridge maps for a model and write them as a sidecar, one file per split and kind, in one pass over the text."""
@@ -75,29 +78,32 @@ def calibrate(
             seed=seed, n_tokens=n_tokens, heldout_documents=heldout_documents, ctx=ctx, threads=threads, gpu_layers=gpu_layers,
             force=force, prev_share=prev_share, served=served, lambdas=tuple(lam or LAMBDAS), sums=sums, save_every=save_every,
             shard=shard, row_stride=row_stride, chat_share=chat_share, evaluation_text=evaluation_text or [], overlap=overlap,
+            layers_per_pass=layers_per_pass, dtype=dtype, device=device,
         )  # fmt: skip
-        say = (lambda line: None) if json_output else lambda line: stderr.print(line, soft_wrap=True, highlight=False)
+        quiet = json_output or c.of_torchrun()[0] > 0  # the first process speaks for all
+        say = (lambda line: None) if quiet else lambda line: stderr.print(line, soft_wrap=True, highlight=False)
         with c.Calibration(config, say) as run:
             plan = run.plan()
             _say_plan(plan, say)
-            with progress(json_output) as report:
+            with progress(quiet) as report:
                 results = run.run(report, lambda e: e.n_tokens_left and say(_estimate(e)))
     if shard:
         _print_shard(run, plan, json_output)
-    else:
+    elif run.solves:
         _print_results(results, json_output)
 
 
 def _say_plan(plan, say) -> None:
+    passes = f", in {plan.n_passes} passes" if plan.n_passes > 1 else ""
     say(
         f"{plan.n_documents} documents with {plan.n_tokens:,} tokens to fit, {plan.n_heldout_documents} with "
-        f"{plan.n_heldout_tokens:,} held out; needs {mib(plan.memory_bytes)} besides the model"
+        f"{plan.n_heldout_tokens:,} held out{passes}; needs {mib(plan.memory_bytes)} besides the model"
     )
     if plan.n_tokens_done:
         say(f"goes on after {plan.n_tokens_done:,} tokens whose sums were kept")
     if plan.memory_bytes > plan.memory_available:
         print(
-            f"warning: {mib(plan.memory_bytes)} needed, {mib(plan.memory_available)} free: fit fewer splits or kinds at a time",
+            f"warning: {mib(plan.memory_bytes)} needed, {mib(plan.memory_available)} free: fit fewer splits or kinds at a time, or --layers-per-pass N",
             file=sys.stderr,
         )
 
@@ -108,7 +114,7 @@ def _estimate(e) -> str:
 
 def _print_shard(run, plan, json_output: bool) -> None:
     found = {
-        "sums": run.config.sums,
+        "sums": ", ".join(str(p.store.path) for p in run.passes),
         "shard": run.config.shard,
         "n_tokens": plan.n_tokens,
         "n_heldout_tokens": plan.n_heldout_tokens,

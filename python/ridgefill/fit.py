@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -115,7 +115,7 @@ def _problems(wanted: Wanted, sums: list[Sums]) -> list[_Problem]:
     problems = []
     for s in sums:
         for kind in (k for k in wanted.kinds if k in s.layout.kinds):
-            for split in wanted.splits:
+            for split in (x for x in wanted.splits if x in s.splits):
                 fit, heldout = (s.moments[part][split].first(s.layout.d_in(kind)) for part in ("fit", "heldout"))
                 check_fit(fit, heldout, s.layout.parts)
                 problems.append(_Problem(kind, s.layout, fit, heldout))
@@ -171,52 +171,78 @@ def _record(header: Header, n_tokens: int, n_heldout_tokens: int) -> sidecar.Cal
     return sidecar.Calibration(**{**header.record, **counts, "options": options})
 
 
-def solve(
-    wanted: Wanted,
-    header: Header,
-    sums: list[Sums],
-    report: Report = no_report,
-    same_is_fine: bool = False,
-    started: float | None = None,
-) -> list[Result]:
+def solve(wanted: Wanted, header: Header, sums: list[Sums], report: Report = no_report) -> list[Result]:
     """Solve, score and write. Nothing is written before all is solved.
-
-    With `same_is_fine` a file that exists already with the very bytes to be written is left alone. `started` is the
-    time.monotonic() from which the seconds of the results count, by default now.
 
     Raises SumsError when splits, kinds or text are missing in the sums, StatisticsError naming the layer when they cannot be
     fitted, OutputExists when a file exists and may not be replaced.
     """
-    started = time.monotonic() if started is None else started
-    done, total = 0, sum(header.n_layer - 1 - split for split, _ in wanted.files())
+    started = time.monotonic()
     wanted.check()
     check_holds(wanted, header)
+    if header.layers:
+        raise SumsError(f"the sums are of layers {header.layer_names()} only: make sidecars with the command that made the sums")
+    solution = Solution(wanted, header.n_layer, report)
+    solution.add(header, sums)
+    return solution.write(started)
 
-    def layer_done() -> None:
-        nonlocal done
-        done += 1
-        report("solve", done, total)
 
-    report("solve", 0, total)
-    solved = {(p.fit.split, p.kind): _solve(wanted, header, p, layer_done) for p in _problems(wanted, sums)}
-    results = []
-    for split, kind in wanted.files():
-        s, path = solved[split, kind], wanted.path(split, kind)
-        sidecar.write(path, s, wanted.force, same_is_fine)
-        results.append(
-            Result(
-                path=str(path),
-                kind=kind,
-                split=split,
-                layers=list(range(split + 1, header.n_layer)),
-                lambdas=s.lambdas,
-                r2=s.r2,
-                n_tokens=s.calibration.n_tokens,
-                n_heldout_tokens=s.calibration.n_heldout_tokens,
-                seconds=time.monotonic() - started,
+class Solution:
+    """Sidecars in the making: add() sums, of all layers or of some at a time in ascending order, then write()."""
+
+    def __init__(self, wanted: Wanted, n_layer: int, report: Report = no_report):
+        self._wanted, self._n_layer, self._report = wanted, n_layer, report
+        self._solved: dict[tuple[int, str], sidecar.Sidecar] = {}
+        self._done, self._total = 0, sum(n_layer - 1 - split for split, _ in wanted.files())
+
+    def _layer_done(self) -> None:
+        self._done += 1
+        self._report("solve", self._done, self._total)
+
+    def add(self, header: Header, sums: list[Sums]) -> None:
+        """Solve and score. Raises StatisticsError naming the layer when the sums cannot be fitted."""
+        self._report("solve", self._done, self._total)
+        for p in _problems(self._wanted, sums):
+            found, key = _solve(self._wanted, header, p, self._layer_done), (p.fit.split, p.kind)
+            self._solved[key] = _joined(self._solved[key], found) if key in self._solved else found
+
+    def write(self, started: float, same_is_fine: bool = False) -> list[Result]:
+        """Write the sidecars. `started` is the time.monotonic() from which the seconds of the results count.
+
+        With `same_is_fine` a file that exists already with the very bytes to be written is left alone.
+
+        Raises OutputExists when a file exists and may not be replaced.
+        """
+        results = []
+        for split, kind in self._wanted.files():
+            s, path = self._solved[split, kind], self._wanted.path(split, kind)
+            sidecar.write(path, s, self._wanted.force, same_is_fine)
+            results.append(
+                Result(
+                    path=str(path),
+                    kind=kind,
+                    split=split,
+                    layers=list(range(split + 1, self._n_layer)),
+                    lambdas=s.lambdas,
+                    r2=s.r2,
+                    n_tokens=s.calibration.n_tokens,
+                    n_heldout_tokens=s.calibration.n_heldout_tokens,
+                    seconds=time.monotonic() - started,
+                )
             )
-        )
-    return results
+        return results
+
+
+def _joined(lower: sidecar.Sidecar, upper: sidecar.Sidecar) -> sidecar.Sidecar:
+    """One sidecar of two for the same split and kind, with the maps of lower and of higher layers."""
+    return replace(
+        lower,
+        lambdas={part: lower.lambdas[part] + upper.lambdas[part] for part in lower.lambdas},
+        r2={part: lower.r2[part] + upper.r2[part] for part in lower.r2},
+        weights=lower.weights + upper.weights,
+        biases=lower.biases + upper.biases,
+        kv_lengths=lower.kv_lengths + upper.kv_lengths,
+    )
 
 
 def check_holds(wanted: Wanted, header: Header) -> None:

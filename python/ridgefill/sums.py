@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -16,12 +16,12 @@ MAX_ROWS = 2048  # of one block
 class Sums:
     """Sums of one family, filled chunk by chunk with add().
 
-    `moments` has a Moments by part of the text and split; it is empty before the first chunk, whose means are the origins.
+    `layers` are those whose targets are summed, each for the splits below it; every split has one above. `moments` has a
+    Moments by part of the text and split; it is empty before the first chunk, whose means are the origins.
     """
 
-    def __init__(self, layout: Layout, splits: list[int], n_layer: int):
-        self.layout, self.splits = layout, splits
-        self.layers = range(min(splits) + 1, n_layer)
+    def __init__(self, layout: Layout, splits: list[int], layers: Sequence[int]):
+        self.layout, self.splits, self.layers = layout, splits, layers
         self.moments: dict[str, dict[int, Moments]] = {}
 
     def start(self, origin_x: dict[int, np.ndarray], origin_y: dict[int, np.ndarray]) -> None:
@@ -32,8 +32,7 @@ class Sums:
             }
 
     def add(self, targets: Targets, part: str, inputs: dict[int, np.ndarray], chosen: slice) -> None:
-        """Add the `chosen` rows of a chunk to "fit" or "heldout": inputs [n, d] of the splits and every layer above, from
-        position 0.
+        """Add the `chosen` rows of a chunk to "fit" or "heldout": inputs [n, d] of the splits and layers, from position 0.
 
         Sink rows must not be among the chosen. Row 0 and its neighbours carry massive activations, a hundred times the
         others': in the fit they would drown every other row, and at run time sink rows are exact anyway.

@@ -14,7 +14,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +52,7 @@ class Header:
     shards: list[int]  # that are in the sums, of 1..n_shards
     done: dict[str, int]  # by part: chunks in the sums
     total: dict[str, int]  # by part: chunks of these shards
+    layers: list[int] = field(default_factory=list)  # whose targets are in the sums; empty: of all above the splits
 
     @property
     def finished(self) -> bool:
@@ -67,6 +68,14 @@ class Header:
     def kinds(self) -> list[str]:
         """Kinds that can be solved for."""
         return [kind for layout in self.layouts for kind in layout.kinds]
+
+    def mapped(self, split: int) -> list[int]:
+        """Layers whose targets are in the sums of `split`."""
+        return [il for il in self.layers or range(self.n_layer) if il > split]
+
+    def layer_names(self) -> str:
+        """Of sums of some layers only: which."""
+        return f"{self.layers[0]}-{self.layers[-1]}"
 
     def shard_names(self) -> str:
         return f"{','.join(map(str, self.shards))}/{self.n_shards}"
@@ -172,10 +181,10 @@ class Reader:
     def moments(self, layout: Layout, part: str, split: int) -> Moments:
         """The moments of one part of the text and one split."""
         prefix, d_in = f"{layout.family}/{part}/{split}", layout.d_in()
-        layers = range(split + 1, self.header.n_layer)
+        layers = self.header.mapped(split)
         with _damage_named(self.path):
             m = Moments(split, self._array(f"{prefix}/origin_x", (d_in,)), {})
-            m.layers = list(layers)
+            m.layers = layers
             m.n = int(self._array(f"{prefix}/n", ()))
             m.sum_x, m.xx = self._array(f"{prefix}/sum_x", (d_in,)), self._array(f"{prefix}/xx", (d_in, d_in))
             for name in ("origin_y", "sum_y", "yy"):
@@ -187,7 +196,7 @@ class Reader:
         """All of it, by family of kinds."""
         out = []
         for layout in self.header.layouts:
-            s = Sums(layout, self.header.splits, self.header.n_layer)
+            s = Sums(layout, self.header.splits, self.header.mapped(min(self.header.splits)))
             s.moments = {part: {sp: self.moments(layout, part, sp) for sp in s.splits} for part in PARTS}
             out.append(s)
         return out

@@ -1,4 +1,4 @@
-"""Documents: reading calibration text from files, records and folders, with its source, licence and partition.
+"""Documents: reading calibration text from files, records, folders and data sets, with its source, licence and partition.
 
 A folder may hold a `sources.json` (written by scripts/fetch_text.sh), a list of
     {"file": "austen/emma-0.txt", "source": "...", "licence": "...", "partition": "calibration"}
@@ -14,7 +14,7 @@ import html.parser
 import json
 import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ SUFFIXES = (".txt", ".md", ".rst", ".py", ".html", ".htm")  # a file is a docume
 RECORD_SUFFIXES = (".jsonl", ".parquet")  # a record is a document: a line with a field "text", a row with a column "text"
 TYPES = SUFFIXES + RECORD_SUFFIXES
 UNKNOWN_LICENCE = "licence not stated"
+DATASET = "hf:"  # begins the name of a data set: hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT
 
 
 @dataclass(frozen=True)
@@ -185,15 +186,67 @@ def _from_sources(folder: Path) -> list[Document]:
         raise TextError(f"{index} is not a list of documents with file, source, licence and partition: {e!r}") from e
 
 
-def read_documents(paths: Iterable[str | os.PathLike]) -> list[Document]:
-    """Every document under `paths` (files and folders), in a fixed order, without empty ones.
+@dataclass(frozen=True)
+class Limit:
+    """How much of a data set is taken."""
+
+    tokens: int  # at least so many, where it has them; 0: not known
+    count: Callable[[str], int]  # tokens of a text
+
+
+def _rows(name: str) -> tuple[Iterator[dict], str, str]:
+    """Rows of a data set as they arrive, its source and its licence. The library is imported here: no other text needs it."""
+    try:
+        import datasets
+    except ImportError:
+        what = "data sets are read with the package datasets, which is missing"
+        raise TextError(f"{name}: {what}: pip install datasets") from None
+    path, config, split = (*name.removeprefix(DATASET).split(":"), "", "")[:3]
+    source = DATASET + ":".join(x for x in (Path(path).name if os.path.exists(path) else path, config, split) if x)
+    try:
+        found = datasets.load_dataset(path, config or None, split=split or "train", streaming=True)
+        return iter(found), source, found.info.license or UNKNOWN_LICENCE
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as e:
+        raise TextError(f"{name} cannot be read: {e}") from e
+
+
+def _from_dataset(name: str, limit: Limit | None) -> list[Document]:
+    """A document for each row from the first on, until there are tokens enough."""
+    if name.count(":") > 3 or not name.removeprefix(DATASET):
+        raise TextError(f"data set: expected {DATASET}NAME, {DATASET}NAME:CONFIG or {DATASET}NAME:CONFIG:SPLIT, found {name}")
+    if limit is None:
+        raise TextError(f"{name}: expected files or folders here, which are read to their end, found a data set, which is not")
+    if not limit.tokens:
+        raise TextError(f"{name}: a data set is read until there is enough: say how much with --n-tokens")
+    rows, source, licence = _rows(name)
+    documents, n_tokens = [], 0
+    try:
+        for i, row in enumerate(rows, 1):
+            if "text" not in row or not isinstance(row["text"], str | None):
+                found = ", ".join(f"{column} ({type(value).__name__})" for column, value in row.items())
+                raise TextError(f'{name}, row {i}: expected a string in column "text", found {found or "no columns"}')
+            text = row["text"] or ""
+            documents.append(Document(f"{source}:{i}", text, source, licence))
+            n_tokens += limit.count(text)
+            if n_tokens >= limit.tokens:
+                break
+    except (OSError, ValueError) as e:
+        raise TextError(f"{name} cannot be read past row {len(documents)}: {e}") from e
+    return documents
+
+
+def read_documents(paths: Iterable[str | os.PathLike], limit: Limit | None = None) -> list[Document]:
+    """Every document under `paths` (files and folders), in a fixed order, without empty ones; of a data set
+    (hf:NAME[:CONFIG[:SPLIT]]) the first rows, up to `limit`.
 
     Raises TextError when a path is missing, a named file cannot be read, or nothing was found.
     """
     documents: list[Document] = []
     names = [os.fspath(p) for p in paths]
-    for path in map(Path, names):
-        if path.is_dir() and (path / "sources.json").is_file():
+    for name, path in zip(names, map(Path, names), strict=True):
+        if name.startswith(DATASET):
+            documents += _from_dataset(name, limit)
+        elif path.is_dir() and (path / "sources.json").is_file():
             documents += _from_sources(path)
         elif path.is_dir():
             for p in sorted(p for p in path.rglob("*") if p.is_file() and _suffix(p) in TYPES):
