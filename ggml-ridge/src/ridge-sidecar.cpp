@@ -211,6 +211,56 @@ static void check_per_layer(const ggml_ridge_sidecar & sc, const ridge_gguf & gg
     }
 }
 
+// Optional: what was measured of the file after it was written. Scores of its maps on held-out text.
+static void check_scores(const ggml_ridge_sidecar & sc, const ridge_gguf & gguf) {
+    static const struct { const char * key; float lo; float hi; } scores[] = {
+        { "ridge.score.r2_input",  -HUGE_VALF, 1.0f      },
+        { "ridge.score.r2_k",      -HUGE_VALF, 1.0f      },
+        { "ridge.score.r2_v",      -HUGE_VALF, 1.0f      },
+        { "ridge.score.norm_k",          0.0f, HUGE_VALF },
+        { "ridge.score.norm_v",          0.0f, HUGE_VALF },
+        { "ridge.score.attention",      -1.0f, 1.0f      },
+    };
+    bool any = false;
+    for (const auto & score : scores) {
+        if (gguf.has(score.key)) {
+            check_per_layer(sc, gguf, score.key, score.lo, score.hi);
+            any = true;
+        }
+    }
+    if (any) {
+        gguf.get_u64("ridge.score.n_tokens");
+        gguf.get_u32("ridge.score.n_documents");
+        gguf.get_strs("ridge.score.sources");
+    }
+}
+
+// Optional: a prompt, and the likeliest tokens behind its last rows once it was filled.
+static void check_selftest(const ridge_gguf & gguf) {
+    static const size_t n_top = 5; // of each row
+    if (!gguf.has("ridge.selftest.tokens")) {
+        return;
+    }
+    const size_t n_tokens = gguf.get_u32s("ridge.selftest.tokens").size();
+    const size_t n_tail   = read_i32(gguf, "ridge.selftest.tail", 1, INT32_MAX);
+    const size_t n        = gguf.get_u32s("ridge.selftest.top_tokens").size();
+    const std::vector<float> logits = gguf.get_f32s("ridge.selftest.top_logits");
+    if (n_tail >= n_tokens) {
+        throw ridge_error(ridge_format("key 'ridge.selftest.tail' is %zu, expected less than the %zu tokens", n_tail, n_tokens));
+    }
+    if (n == 0 || n % n_top != 0 || n/n_top > n_tail) {
+        throw ridge_error(ridge_format("key 'ridge.selftest.top_tokens' holds %zu tokens, expected %zu for each of some of the last %zu rows",
+            n, n_top, n_tail));
+    }
+    if (logits.size() != n) {
+        throw ridge_error(ridge_format("key 'ridge.selftest.top_logits' holds %zu numbers, expected %zu: one per token in "
+            "'ridge.selftest.top_tokens'", logits.size(), n));
+    }
+    if (!std::all_of(logits.begin(), logits.end(), [](float x) { return std::isfinite(x); })) {
+        throw ridge_error("key 'ridge.selftest.top_logits' holds a number that is not finite");
+    }
+}
+
 // two arrays of equal length: names, and the sha256 of each
 static std::vector<std::pair<std::string, std::string>> read_hashes(const ridge_gguf & gguf, const std::string & key) {
     const std::string key_sha256 = key + "_sha256";
@@ -263,6 +313,9 @@ static void read_keys(ggml_ridge_sidecar & sc, const ridge_gguf & gguf) {
             check_per_layer(sc, gguf, (std::string("ridge.r2")     + part).c_str(), -HUGE_VALF, 1.0f);
         }
     }
+
+    check_scores(sc, gguf);
+    check_selftest(gguf);
 
     check_is_sha256("ridge.model.tokenizer_sha256", gguf.get_str("ridge.model.tokenizer_sha256"));
 
@@ -469,6 +522,21 @@ static bool is_finite_f16(const uint8_t * p) {
     return (p[1] & 0x7c) != 0x7c;
 }
 
+// can the numbers at p, which are all that decides whether a value or block is finite, be used?
+static bool is_finite(ggml_type type, const uint8_t * p) {
+    switch (type) {
+        case GGML_TYPE_F32: {
+            float x;
+            memcpy(&x, p, sizeof(x));
+            return std::isfinite(x);
+        }
+        case GGML_TYPE_Q4_1: // scale, then least value
+            return is_finite_f16(p) && is_finite_f16(p + 2);
+        default: // the value itself, or the scale at the start of a block
+            return is_finite_f16(p);
+    }
+}
+
 // Not ggml_validate_row_data(): it prints lines of its own and cannot say which value.
 static void check_finite(const ggml_tensor * t) {
     const uint8_t * p = static_cast<const uint8_t *>(t->data);
@@ -480,6 +548,14 @@ static void check_finite(const ggml_tensor * t) {
                 t->name, ggml_is_quantized(t->type) ? "block" : "value", at/t->ne[0], at%t->ne[0]));
         }
     }
+}
+
+// under its part and layer: blk.%d.ridge.PART
+static void keep(ggml_ridge_sidecar & sc, ggml_tensor * t) {
+    const int32_t il = atoi(t->name + strlen("blk."));
+    auto & of_part = sc.tensors[strrchr(t->name, '.') + 1];
+    of_part.resize(sc.n_layer - 1 - sc.split);
+    of_part[il - sc.split - 1] = t;
 }
 
 static void read_tensors(sidecar_reader & r) {
@@ -513,21 +589,6 @@ static void read_tensors(sidecar_reader & r) {
         check_padding(sc, end, GGML_PAD(end, GGUF_DEFAULT_ALIGNMENT), "tensor '" + info.name + "'");
     }
     sc.hash = sha256_hex(sc.file.data(), sc.file.size());
-// can the numbers at p, which are all that decides whether a value or block is finite, be used?
-static bool is_finite(ggml_type type, const uint8_t * p) {
-    switch (type) {
-        case GGML_TYPE_F32: {
-            float x;
-            memcpy(&x, p, sizeof(x));
-            return std::isfinite(x);
-        }
-        case GGML_TYPE_Q4_1: // scale, then least value
-            return is_finite_f16(p) && is_finite_f16(p + 2);
-        default: // the value itself, or the scale at the start of a block
-            return is_finite_f16(p);
-    }
-}
-
 }
 
 static std::unique_ptr<ggml_ridge_sidecar> sidecar_read(const char * path, const ggml_ridge_expect * expect) {
@@ -546,14 +607,6 @@ static std::unique_ptr<ggml_ridge_sidecar> sidecar_read(const char * path, const
 
 //
 // C API
-// under its part and layer: blk.%d.ridge.PART
-static void keep(ggml_ridge_sidecar & sc, ggml_tensor * t) {
-    const int32_t il = atoi(t->name + strlen("blk."));
-    auto & of_part = sc.tensors[strrchr(t->name, '.') + 1];
-    of_part.resize(sc.n_layer - 1 - sc.split);
-    of_part[il - sc.split - 1] = t;
-}
-
 //
 
 ggml_ridge_sidecar * ggml_ridge_sidecar_load(const char * path, const ggml_ridge_expect * expect, char * err, size_t err_size) {
@@ -585,6 +638,7 @@ int32_t      ggml_ridge_sidecar_n_layer  (const ggml_ridge_sidecar * sc) { retur
 int32_t      ggml_ridge_sidecar_n_embd   (const ggml_ridge_sidecar * sc) { return sc->n_embd; }
 int32_t      ggml_ridge_sidecar_n_tail   (const ggml_ridge_sidecar * sc) { return sc->n_tail; }
 int32_t      ggml_ridge_sidecar_n_sink   (const ggml_ridge_sidecar * sc) { return sc->n_sink; }
+int32_t      ggml_ridge_sidecar_rank     (const ggml_ridge_sidecar * sc) { return sc->rank; }
 int32_t      ggml_ridge_sidecar_k_length (const ggml_ridge_sidecar * sc, int32_t il) { return sc->length(sc->k_length, il); }
 int32_t      ggml_ridge_sidecar_v_length (const ggml_ridge_sidecar * sc, int32_t il) { return sc->length(sc->v_length, il); }
 int32_t      ggml_ridge_sidecar_file_type(const ggml_ridge_sidecar * sc) { return sc->file_type; }
@@ -608,4 +662,3 @@ const ggml_tensor * ggml_ridge_sidecar_weight(const ggml_ridge_sidecar * sc, int
 const ggml_tensor * ggml_ridge_sidecar_down  (const ggml_ridge_sidecar * sc, int32_t il) { return sc->tensor("down",   il); }
 const ggml_tensor * ggml_ridge_sidecar_up    (const ggml_ridge_sidecar * sc, int32_t il) { return sc->tensor("up",     il); }
 const ggml_tensor * ggml_ridge_sidecar_bias  (const ggml_ridge_sidecar * sc, int32_t il) { return sc->tensor("bias",   il); }
-int32_t      ggml_ridge_sidecar_rank     (const ggml_ridge_sidecar * sc) { return sc->rank; }
