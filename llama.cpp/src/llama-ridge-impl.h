@@ -120,6 +120,12 @@ struct llama_ridge_access {
     static void read_rows(
             const llama_kv_cache & kv, llama_seq_id seq_id, int32_t il, char what,
             const std::vector<uint32_t> & cells, float * dst);
+
+    // copy the stored bytes of rows between cells of one layer; values only if they lie in rows
+    static bool copies_v(const llama_kv_cache & kv);
+    static void copy_rows(
+            const llama_kv_cache & kv, llama_seq_id seq_src, llama_seq_id seq_dst, int32_t il, char what,
+            const std::vector<uint32_t> & src, const std::vector<uint32_t> & dst);
 };
 
 // A cell that layers from cparams.ridge_nofill on do not see. The mark lives in a field that only 2D positions use

@@ -220,3 +220,24 @@ void llama_ridge_access::read_rows(
         derotate(kv.attn_rot_hadamard.at(n_rot), n_rot, dst + r*n, n);
     }
 }
+
+bool llama_ridge_access::copies_v(const llama_kv_cache & kv) {
+    return !kv.v_trans;
+}
+
+void llama_ridge_access::copy_rows(
+        const llama_kv_cache & kv, llama_seq_id seq_src, llama_seq_id seq_dst, int32_t il, char what,
+        const std::vector<uint32_t> & src, const std::vector<uint32_t> & dst) {
+    const auto & layer = kv.layers[kv.map_layer_ids.at(il)];
+    ggml_tensor * t = what == 'k' ? layer.k : layer.v;
+
+    std::vector<uint8_t> row(ggml_row_size(t->type, t->ne[0]));
+
+    const auto offset = [&](llama_seq_id seq_id, uint32_t cell) {
+        return ((size_t) kv.seq_to_stream[seq_id]*kv.get_size() + cell)*t->nb[1];
+    };
+    for (size_t r = 0; r < src.size(); ++r) {
+        ggml_backend_tensor_get(t, row.data(), offset(seq_src, src[r]), row.size());
+        ggml_backend_tensor_set(t, row.data(), offset(seq_dst, dst[r]), row.size());
+    }
+}

@@ -132,22 +132,18 @@ const char * llama_ridge_unsupported(const struct llama_context * ctx) {
 // cache inspection
 //
 
-int64_t llama_ridge_get_kv(
-        struct llama_context * ctx, llama_seq_id seq_id, int32_t il, char what,
-        llama_pos p0, llama_pos p1, float * dst, int64_t n_max) {
-    llama_kv_cache * kv = llama_ridge_access::kv(*ctx);
-
+// cells of positions [p0, p1) of a sequence, or a failure that names what is missing
+static int32_t find_cells(
+        llama_kv_cache * kv, llama_seq_id seq_id, int32_t il, char what, llama_pos p0, llama_pos p1, std::vector<uint32_t> & idx) {
     if (kv == nullptr || (what != 'k' && what != 'v') || seq_id < 0 || (uint32_t) seq_id >= kv->get_n_seq_max()) {
         return llama_ridge_fail(LLAMA_RIDGE_ERR_ARGUMENT, "expected a plain KV cache, 'k' or 'v' and one of its sequences");
     }
-
-    const int64_t n_row = llama_ridge_access::row_size(*kv, il, what);
-    if (n_row == 0) {
+    if (llama_ridge_access::row_size(*kv, il, what) == 0) {
         return llama_ridge_fail(LLAMA_RIDGE_ERR_ARGUMENT, "layer %d has no KV cache", il);
     }
 
     const auto & cells = llama_ridge_access::cells(*kv, seq_id);
-    std::vector<uint32_t> idx(std::max(0, p1 - p0));
+    idx.resize(std::max(0, p1 - p0));
     size_t n_found = 0;
     for (uint32_t c = 0; c < cells.size(); ++c) {
         if (!cells.is_empty(c) && cells.seq_has(c, seq_id) && cells.pos_get(c) >= p0 && cells.pos_get(c) < p1) {
@@ -160,7 +156,20 @@ int64_t llama_ridge_get_kv(
                 p0, p1, idx.size(), seq_id, n_found);
     }
 
-    const int64_t n = n_row*idx.size();
+    return LLAMA_RIDGE_OK;
+}
+
+int64_t llama_ridge_get_kv(
+        struct llama_context * ctx, llama_seq_id seq_id, int32_t il, char what,
+        llama_pos p0, llama_pos p1, float * dst, int64_t n_max) {
+    llama_kv_cache * kv = llama_ridge_access::kv(*ctx);
+
+    std::vector<uint32_t> idx;
+    if (const int32_t status = find_cells(kv, seq_id, il, what, p0, p1, idx)) {
+        return status;
+    }
+
+    const int64_t n = llama_ridge_access::row_size(*kv, il, what)*idx.size();
     if (dst) {
         if (n > n_max) {
             return llama_ridge_fail(LLAMA_RIDGE_ERR_ARGUMENT, "expected room for %lld floats, found %lld", (long long) n, (long long) n_max);
@@ -170,4 +179,35 @@ int64_t llama_ridge_get_kv(
     }
 
     return n;
+}
+
+int32_t llama_ridge_copy_kv(
+        struct llama_context * ctx, llama_seq_id seq_src, llama_seq_id seq_dst, int32_t il, char what,
+        llama_pos p0, llama_pos p1) {
+    llama_kv_cache * kv = llama_ridge_access::kv(*ctx);
+
+    std::vector<uint32_t> src;
+    std::vector<uint32_t> dst;
+    for (auto [seq_id, idx] : { std::make_pair(seq_src, &src), std::make_pair(seq_dst, &dst) }) {
+        if (const int32_t status = find_cells(kv, seq_id, il, what, p0, p1, *idx)) {
+            return status;
+        }
+    }
+
+    const auto & cells = llama_ridge_access::cells(*kv, seq_dst);
+    for (uint32_t c : dst) {
+        if (cells.seq_count(c) != 1) {
+            return llama_ridge_fail(LLAMA_RIDGE_ERR_ARGUMENT, "expected cells of sequence %d alone, found position %d shared by %d sequences",
+                    seq_dst, cells.pos_get(c), cells.seq_count(c));
+        }
+    }
+    if (what == 'v' && !llama_ridge_access::copies_v(*kv)) {
+        return llama_ridge_fail(LLAMA_RIDGE_ERR_UNSUPPORTED, "expected values stored in rows (flash attention), found them transposed");
+    }
+
+    ctx->synchronize();
+    llama_ridge_access::prepare(*ctx); // a pending copy of the sequence would undo this one
+    llama_ridge_access::copy_rows(*kv, seq_src, seq_dst, il, what, src, dst);
+
+    return LLAMA_RIDGE_OK;
 }

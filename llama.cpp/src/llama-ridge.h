@@ -142,7 +142,7 @@ extern "C" {
     LLAMA_API void llama_ridge_prefill_free(struct llama_ridge_prefill * prefill);
 
     //
-    // cache inspection (tests, oracle)
+    // the rows of the cache, for tests and for `ridgefill tune`
     //
 
     // Copy the K (what = 'k') or V ('v') rows of one layer for positions [p0, p1) of a sequence, as f32, de-rotated when
@@ -150,6 +150,13 @@ extern "C" {
     LLAMA_API int64_t llama_ridge_get_kv(
             struct llama_context * ctx, llama_seq_id seq_id, int32_t il, char what,
             llama_pos p0, llama_pos p1, float * dst, int64_t n_max);
+
+    // Copy the K (what = 'k') or V ('v') rows of one layer for positions [p0, p1) from one sequence to another, which must
+    // hold these positions in cells of its own. A splice: what the second sequence gives from then on tells what this layer's
+    // rows matter. Nothing keeps track of it. Values are copied only where they lie in rows (flash attention).
+    LLAMA_API int32_t llama_ridge_copy_kv(
+            struct llama_context * ctx, llama_seq_id seq_src, llama_seq_id seq_dst, int32_t il, char what,
+            llama_pos p0, llama_pos p1);
 
 #ifdef __cplusplus
 }

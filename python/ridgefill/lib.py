@@ -462,9 +462,20 @@ class Context(_Owner):
             raise native.last_error(f"expected {n} floats of the cache, found {got}", got)
         return out.reshape(p1 - p0, self.model.n_head_kv, -1) if n else out.reshape(0, self.model.n_head_kv, self.model.head_size)
 
+    def copy_kv(self, src: int, dst: int, il: int, what: str, p0: int, p1: int) -> None:
+        """Copy K ("k") or V ("v") of layer `il`, positions [p0, p1), from sequence `src` to `dst`, which holds these positions in cells of its own."""
+        status = native.ridge("llama_ridge_copy_kv")(self.ptr, src, dst, il, what.encode(), p0, p1)
+        if status < 0:
+            raise native.last_error("the cache rows could not be copied", status)
+
     def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> bool:
         """Remove positions [p0, p1) of a sequence; -1 leaves that end open."""
         return bool(native._llama.llama_memory_seq_rm(self._mem, seq, p0, p1))
+
+    def seq_cp(self, src: int, dst: int) -> None:
+        """Make sequence `dst` a copy of `src`."""
+        native._llama.llama_memory_seq_rm(self._mem, dst, -1, -1)
+        native._llama.llama_memory_seq_cp(self._mem, src, dst, -1, -1)
 
     def seq_pos_max(self, seq: int = 0) -> int:
         """Last position of a sequence, -1 when it is empty."""

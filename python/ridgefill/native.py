@@ -206,6 +206,12 @@ _LLAMA_RIDGE = {
         [_voidp, ct.c_int32, ct.c_int32, ct.c_char, ct.c_int32, ct.c_int32, _f32p, ct.c_int64],
         ct.c_int64,
     ),
+    # int32_t llama_ridge_copy_kv(struct llama_context * ctx, llama_seq_id seq_src, llama_seq_id seq_dst, int32_t il, char what,
+    #     llama_pos p0, llama_pos p1)
+    "llama_ridge_copy_kv": (
+        [_voidp, ct.c_int32, ct.c_int32, ct.c_int32, ct.c_char, ct.c_int32, ct.c_int32],
+        ct.c_int32,
+    ),
 }
 
 # llama-ext.h is C++: its functions carry mangled names, given here for the Itanium ABI (gcc and clang)

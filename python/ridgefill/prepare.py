@@ -30,6 +30,7 @@ class Cutting:
     sink: int  # rows at the start of each chunk that are not used
     seed: int = 0  # order of the documents
     n_tokens: int = 0  # tokens to fit on, 0: all
+    heldout_tokens: int = 0  # tokens to hold out, the first chunks of each document before the second ones, 0: all
     heldout_documents: int | None = None  # None: those marked so, else a sixth
     chat_share: float = 0.0  # of the documents that are put into the model's chat template
     overlap: str = "refuse"  # what to do about documents that share text: see OVERLAP
@@ -66,13 +67,27 @@ def _cut(selection: Selection, tokens: Tokens, how: Cutting) -> tuple[list[Chunk
         return tokens.chat(document) if in_share(i, how.chat_share) else tokens.plain(document)
 
     fit = chunks(selection.fit, of, how.ctx, how.sink, how.n_tokens)
-    heldout = chunks(selection.heldout, of, how.ctx, how.sink)
+    heldout = _some(chunks(selection.heldout, of, how.ctx, how.sink), how.heldout_tokens)
     if not fit or not heldout:
         n_fit, n_heldout = len({c.document for c in fit}), len({c.document for c in heldout})
         raise TextError(
             f"expected documents of more than {how.sink} tokens to fit and to hold out, found {n_fit} and {n_heldout}"
         )
     return fit, heldout
+
+
+def _some(chunk_list: list[Chunk], n_tokens: int) -> list[Chunk]:
+    """Chunks of at least `n_tokens` in all (0: all of them), from as many documents as possible."""
+    turns, seen = [], {}
+    for chunk in chunk_list:
+        seen[chunk.document] = turn = seen.get(chunk.document, -1) + 1
+        turns.append((turn, chunk))
+    taken, left = [], n_tokens or float("inf")
+    for _, chunk in sorted(turns, key=lambda t: t[0]):
+        if left > 0:
+            taken.append(chunk)
+            left -= len(chunk.tokens)
+    return taken if n_tokens else chunk_list
 
 
 def _shared(model: Model, tokens: Tokens, prepared: Prepared, evaluation: list[Document]) -> list[tuple[Document, str]]:

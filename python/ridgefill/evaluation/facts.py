@@ -210,7 +210,7 @@ def make_items(
     ]
 
 
-def decode_answer(engine: Engine, logits: np.ndarray, fact: Fact) -> str:
+def answer_tokens(engine: Engine, logits: np.ndarray, fact: Fact) -> list[int]:
     """Greedy answer after logits [n_vocab] of the prompt's last row, up to N_ANSWER tokens or until it is decided."""
     tokens, answer = [], ""
     while len(tokens) < N_ANSWER and not fact.decided(answer):
@@ -220,7 +220,7 @@ def decode_answer(engine: Engine, logits: np.ndarray, fact: Fact) -> str:
         tokens += new
         answer = engine.model.detokenize(tokens)
         logits = engine.ctx.decode(new, pos0=engine.ctx.seq_pos_max() + 1)[0]
-    return answer
+    return tokens
 
 
 def ask(engine: Engine, arm: Arm, item: FactItem) -> dict:
@@ -231,7 +231,7 @@ def ask(engine: Engine, arm: Arm, item: FactItem) -> dict:
     """
     rest, pos0, done = engine.begin(arm, item.tokens, item.n_tail, seed=item.seed)
     logits = engine.ctx.decode(rest, pos0=pos0)[0]
-    answer = decode_answer(engine, logits, item.fact)
+    answer = engine.model.detokenize(answer_tokens(engine, logits, item.fact))
     filled, value = set(done.filled.tolist()), range(*item.value_rows)
     n_fact = sum(r in filled for r in range(*item.fact_rows))
     n_value = sum(r in filled for r in value)

@@ -1,0 +1,68 @@
+"""What a filled prompt costs beside an exact one, counted in multiply-adds of a model file's matrices and of attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .errors import RidgefillError
+from .model_file import ModelFile
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How prompts are filled: split layer S, kind of maps, tail T and sink rows."""
+
+    split: int
+    kind: str
+    tail: int
+    sink: int = 4
+
+
+class Cost:
+    """Of a model file. `exact` and `filled` give multiply-adds; embedding and logits, equal in both, are left out."""
+
+    def __init__(self, path: str):
+        file = ModelFile(path)
+        arch = file.get("general.architecture")
+
+        def number(key: str, default: int | None = None) -> int:
+            value = file.get(f"{arch}.{key}", default)
+            if value is None:
+                raise RidgefillError(f"expected key {arch}.{key} in the model file, found none")
+            return max(value) if isinstance(value, list) else int(value)
+
+        self.n_layer, self.n_embd, n_head = number("block_count"), number("embedding_length"), number("attention.head_count")
+        head = number("attention.key_length", self.n_embd // n_head)
+        self._n_kv = 2 * number("attention.head_count_kv", n_head) * head
+        # a row attends to each row before it, for scores and for the mix of values
+        self._attention = 2 * n_head * head
+        used = number("expert_used_count", 0) / max(1, number("expert_count", 0))
+        self._layer = sum(
+            int(np.prod(t.shape)) * (used if len(t.shape) == 3 else 1)
+            for name, t in file.tensors.items()
+            if name.startswith("blk.") and len(t.shape) > 1
+        ) / self.n_layer
+
+    def _map(self, kind: str) -> int:
+        """Multiply-adds of one filled row in one layer above the split."""
+        if kind == "input":
+            return self.n_embd * (self.n_embd + self._n_kv)
+        return (2 if kind == "kv_prev" else 1) * self.n_embd * self._n_kv
+
+    def _rows(self, positions: np.ndarray) -> float:
+        """Of these rows in one layer."""
+        return len(positions) * self._layer + self._attention * float((positions + 1).sum())
+
+    def exact(self, n: int) -> float:
+        """Of a prompt of n rows."""
+        return self.n_layer * self._rows(np.arange(n))
+
+    def filled(self, n: int, r: Recipe) -> float:
+        """Of a prompt of n rows that is filled as `r` says."""
+        rows = np.arange(n)
+        kept = (rows < r.sink) | (rows >= n - r.tail)
+        n_filled, above = int((~kept).sum()), self.n_layer - r.split
+        fill = self.n_embd * self._n_kv + (above - 1) * self._map(r.kind)
+        return r.split * self._rows(rows) + above * self._rows(rows[kept]) + n_filled * fill
