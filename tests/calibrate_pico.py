@@ -47,13 +47,13 @@ def corpus(tmp_path_factory) -> Path:
 def config(model, corpus, out, **kw) -> cal.Config:
     return cal.Config(**{
         "model": str(model), "out": str(out), "splits": [2], "text": [str(corpus)], "map_type": "f32", "sink": SINK,
-        "ctx": CTX, "threads": 1, **kw,
+        "ctx": CTX, "threads": 1, "score": False, **kw,
     })  # fmt: skip
 
 
 def arguments(model, corpus, *more: object, split: int = 2) -> list[str]:
     """Of ridgefill-calibrate, as config() has them."""
-    args = [model, "--split", split, "--text", corpus, "--map-type", "f32", "--ctx", CTX, "--threads", 1, *more]
+    args = [model, "--split", split, "--text", corpus, "--map-type", "f32", "--ctx", CTX, "--threads", 1, "--no-score", *more]
     return [str(a) for a in args]
 
 

@@ -393,7 +393,7 @@ def test_commands(model, corpus, tmp_path):
     assert shown["tensors"]["blk.3.ridge.weight"] == ["q8_0", [64, 64]]
     assert np.allclose(shown["keys"]["ridge.r2"], result["r2"]) and 0 < result["r2_mean"] < 1
     text = runner.invoke(cli.app, ["inspect", out])
-    assert text.exit_code == 0 and "ridge.split = 2" in text.stdout and "book 0; CC0-1.0" in text.stdout
+    assert text.exit_code == 0 and "kind input, split 2 of 5 layers" in text.stdout and "book 0; CC0-1.0" in text.stdout
 
 
 def test_commands_for_kinds(model, corpus, tmp_path):
@@ -411,7 +411,7 @@ def test_commands_for_kinds(model, corpus, tmp_path):
         assert np.allclose(shown["keys"][f"ridge.r2_{part}"], kv_prev[f"r2_{part}"])
         assert np.allclose(shown["keys"][f"ridge.lambda_{part}"], kv_prev[f"lambda_{part}"])
     text = runner.invoke(cli.app, ["inspect", kv_prev["path"]]).stdout
-    assert "ridge.kind = kv_prev" in text
+    assert "kind kv_prev, split 2 of 5 layers" in text
     row = next(line for line in text.splitlines() if "│ 3 " in line)
     expected = ["3"] + [f"{kv_prev[f'{name}_{part}'][0]:{fmt}}" for part in "kv" for name, fmt in (("lambda", ".2g"), ("r2", ".4f"))]
     assert [cell.strip() for cell in row.strip("│").split("│")] == expected

@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from . import sidecar
+from . import score, sidecar, verify
+from .attention import Attention
 from .capture import Chunk, activations
 from .errors import RidgeError, RidgefillError
 from .fit import Report, Result, Solution, Wanted, no_report
@@ -70,6 +71,7 @@ class Config:
     chat_share: float = 0.0  # of the documents that are put into the model's chat template
     evaluation_text: list[str] = field(default_factory=list)  # files and folders that must share nothing with the text
     overlap: str = "refuse"  # documents that share text: of prepare.OVERLAP
+    score: bool = True  # judge the maps as written on held-out text, and record that and a self-test in their files
 
     def wanted(self) -> Wanted:
         """The sidecars to make."""
@@ -233,6 +235,7 @@ class Calibration:
             self.checkpoint = None
             if from_checkpoint:
                 self.checkpoint = Checkpoint(config.model, self.model, config.dtype, config.device, config.threads)
+            self.attention = self._attention(mapped) if config.score and self.solves else None
             # a width that the map type cannot hold should not show after an hour of work
             sidecar.encode(np.zeros((1, self.model.n_embd)), config.map_type)
             evaluation = evaluation_documents(documents, given)
@@ -243,6 +246,16 @@ class Calibration:
             for p in self.passes:
                 p.look_at_file(self._sums_bytes(p))
             self._stack = stack.pop_all()
+
+    def _attention(self, mapped: range) -> Attention:
+        """What scoring reads of the model, checked before the work."""
+        try:
+            attention = Attention(self.file)
+            for il in mapped:
+                attention.check(il)
+            return attention
+        except RidgefillError as e:
+            raise RidgefillError(f"the maps could not be scored: {e}; --no-score leaves that out") from e
 
     def _sums_paths(self, groups: list[list[int]]) -> list[Path | None]:
         """Files of sums by pass, if any: each pass and each process has one of its own."""
@@ -383,7 +396,17 @@ class Calibration:
             need += sum(4 * d_in * targets.layout.d_out(il) for s in c.splits for il in layers if il > s) * len(kinds)
             mixed = "kv_prev" in kinds and c.prev_share < 1
             solving = max(solving, 8 * 5 * (d_in**2 + mixed * self.model.n_embd**2))
-        return need + solving
+        return max(need + solving, self._scoring_bytes())
+
+    def _scoring_bytes(self) -> int:
+        if not self.attention:
+            return 0
+        n_layer, sizes = self.model.n_layer, []
+        for targets, kinds in self.families:
+            for split, kind in ((s, k) for s in self.config.splits for k in kinds):
+                maps = {il: (targets.layout.d_in(kind), targets.layout.d_out(il)) for il in range(split + 1, n_layer)}
+                sizes.append(score.memory_bytes(self.attention, split, n_layer, maps))
+        return max(sizes)
 
     @contextmanager
     def _captured(self, chunks: list[Chunk], layers: list[int]) -> Iterator[Iterator[dict[int, np.ndarray]]]:
@@ -447,11 +470,35 @@ class Calibration:
                     self.ranks.reduce(sums)
                 if self.solves:
                     solution.add(p.header, sums)
-                del sums  # the next pass needs the memory
+                del sums  # the next pass, and scoring, need the memory
             if not self.solves:
                 return []
             # a run that was stopped while it wrote may have left some
-            return solution.write(self.started, same_is_fine=bool(self.config.sums))
+            results = solution.write(self.started, same_is_fine=bool(self.config.sums))
+            del solution
+            return self._score(results, report) if results and self.config.score else results
+
+    def _score(self, results: list[Result], report: Report) -> list[Result]:
+        """Judge the files that were written and put scores and self-test into them. Raises Stopped on Ctrl-C."""
+        pieces, served = score.pieces(self.prepared.heldout, self.config.sink), self.config.served
+        documents = [self.prepared.selection.heldout[i] for i in sorted({p.document for p in pieces})]
+        longest = max(pieces, key=lambda p: len(p.tokens)).tokens
+        n, n_threads, out = sum(len(p.tokens) for p in pieces), self.config.threads, []
+        try:
+            with Model(served) if served and not self.checkpoint else nullcontext(self.model) as model:
+                for i, r in enumerate(results):
+
+                    def of_all(stage: str, done: int, total: int, i: int = i) -> None:
+                        report(stage, i * n + done, len(results) * n)
+
+                    found = score.score(self.model, r.path, pieces, n_threads, report=of_all)
+                    selftest = verify.selftest_keys(model, r.path, longest, n_threads)
+                    sidecar.amend(r.path, found.keys(documents) | selftest)
+                    out.append(replace(r, scores=found.values, seconds=time.monotonic() - self.started))
+        except KeyboardInterrupt:
+            left = ", ".join(r.path for r in results[len(out) :])
+            raise Stopped(f"stopped while scoring; the maps are written, without scores in {left}: see `ridgefill score`") from None
+        return out
 
 
 

@@ -3,19 +3,20 @@
 Exit codes: 0 done; 1 a value out of range, or a fault of ours; 2 wrong usage; 3 the native library refused or is missing;
 4 text that cannot be used; 5 activations that cannot be fitted; 6 a file exists already; 7 not a sidecar, or a damaged one;
 8 sums of something else, unfinished, damaged or in use; 9 documents share text; 10 a file cannot be read or written (full
-disk, no permission); 130 stopped.
+disk, no permission); 11 maps that a model fails to verify; 130 stopped.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
-from .commands.common import AsJson, Force, errors_for_people, mib, stdout
+from .commands import card, inspect, score, verify
+from .commands.common import AsJson, Force, errors_for_people, mib, score_table, stdout
 from .progress import duration, progress, stderr
 
 EPILOG = __doc__.split("\n\n", 1)[1]
@@ -62,6 +63,8 @@ def calibrate(
     prev_share: PrevShare = 1.0,
     force: Force = False,
     served: Annotated[str, typer.Option("--for", help="GGUF that the maps are for, where {model} is a checkpoint, or a copy of the file at higher precision, which many CPUs run faster; the weights are compared")] = "",
+    no_score: Annotated[bool, typer.Option("--no-score", help="do not judge the written maps on held-out text, which takes a pass over at most 16,384 tokens of it")] = False,
+    with_card: Annotated[bool, typer.Option("--card", help="write a model card beside each sidecar: see `ridgefill card`")] = False,
     json_output: AsJson = False,
 ) -> None:
     """Fit ridge maps for a model and write them as a sidecar, one file per split and kind, in one pass over the text."""
@@ -71,6 +74,7 @@ def calibrate(
         raise typer.BadParameter("a shard makes no sidecar: give --shard or --out" if out else "--out is needed, except with --shard")
     with errors_for_people("" if sums else "; --sums FILE keeps what was done"):
         from . import calibrate as c
+        from . import card as model_card
         from .solve import LAMBDAS
 
         config = c.Config(
@@ -78,15 +82,21 @@ def calibrate(
             seed=seed, n_tokens=n_tokens, heldout_documents=heldout_documents, ctx=ctx, threads=threads, gpu_layers=gpu_layers,
             force=force, prev_share=prev_share, served=served, lambdas=tuple(lam or LAMBDAS), sums=sums, save_every=save_every,
             shard=shard, row_stride=row_stride, chat_share=chat_share, evaluation_text=evaluation_text or [], overlap=overlap,
+            score=not no_score,
             layers_per_pass=layers_per_pass, dtype=dtype, device=device,
         )  # fmt: skip
         quiet = json_output or c.of_torchrun()[0] > 0  # the first process speaks for all
         say = (lambda line: None) if quiet else lambda line: stderr.print(line, soft_wrap=True, highlight=False)
+        card_force = force or (bool(sums) and os.path.exists(sums))  # as for the sidecar, which a run may go on to write
+        for s, k in config.wanted().files() if with_card and out else []:
+            model_card.check_writable(config.out_path(s, k), card_force)
         with c.Calibration(config, say) as run:
             plan = run.plan()
             _say_plan(plan, say)
             with progress(quiet) as report:
                 results = run.run(report, lambda e: e.n_tokens_left and say(_estimate(e)))
+        for r in results if with_card else []:
+            card.write(r.path, card_force)
     if shard:
         _print_shard(run, plan, json_output)
     elif run.solves:
@@ -136,14 +146,6 @@ def _print_results(results: list, json_output: bool) -> None:
         _print_result(r)
 
 
-def _score_table(rows: list[dict]) -> Table:
-    """Rows of sidecar.scores()."""
-    table = Table(*(name.replace("r2", "held-out R²").replace("_k", " K").replace("_v", " V") for name in rows[0]))
-    for row in rows:
-        table.add_row(*(f"{v:.2g}" if name.startswith("lambda") else f"{v:.4f}" if name != "layer" else str(v) for name, v in row.items()))
-    return table
-
-
 def _print_result(r) -> None:
     stdout.print(f"{r.path}: kind {r.kind}, split {r.split}, {r.n_tokens:,} rows fitted", soft_wrap=True)
     rows = []
@@ -152,32 +154,15 @@ def _print_result(r) -> None:
         for part in r.r2:
             end = "" if part == "input" else f"_{part}"
             rows[-1] |= {f"lambda{end}": r.lambdas[part][i], f"r2{end}": r.r2[part][i]}
-    stdout.print(_score_table(rows))
+    stdout.print(score_table(rows))
+    if r.scores:
+        stdout.print(score_table([{"layer": il, **{name: v[i] for name, v in r.scores.items()}} for i, il in enumerate(r.layers)]))
     means = ", ".join(("" if part == "input" else f"{part.upper()} ") + f"{mean:.4f}" for part, mean in r.r2_mean.items())
     stdout.print(f"mean held-out R² {means} over {r.n_heldout_tokens:,} rows; {r.seconds:.0f} s")
 
 
-@app.command()
-def inspect(
-    file: Annotated[str, typer.Argument(help="sidecar to look at")],
-    json_output: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
-) -> None:
-    """Check a sidecar with the library's reader and show what it was fitted on and how well."""
-    with errors_for_people():
-        from . import sidecar
-
-        found = sidecar.inspect(file)
-    if json_output:
-        print(json.dumps(found, indent=1))
-        return
-    keys = found["keys"]
-    stdout.print(f"{found['path']}: sidecar of ridge maps, {mib(found['size'])}, sha256 {found['sha256']}", soft_wrap=True)
-    for name, value in keys.items():
-        if not isinstance(value, list):
-            stdout.print(f"  {name} = {value}", soft_wrap=True, highlight=False)
-    for source in keys["ridge.calibration.sources"]:
-        stdout.print(f"  source: {source}", soft_wrap=True, highlight=False)
-    stdout.print(_score_table(sidecar.scores(keys)))
+for command in (inspect.inspect, score.score, verify.verify, card.card):
+    app.command()(command)
 
 
 @app.command()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +83,7 @@ class Result:
     n_tokens: int  # rows fitted
     n_heldout_tokens: int
     seconds: float  # of the whole call
+    scores: dict[str, list[float]] = field(default_factory=dict)  # of the written file, by name (score.py); {}: not judged
 
     @property
     def r2_mean(self) -> dict[str, float]:

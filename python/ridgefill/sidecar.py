@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes as ct
-import filecmp
 import hashlib
 import os
 import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +27,24 @@ MAP_TYPES = {
 PARTS = {"input": ("input",), "kv": ("k", "v"), "kv_prev": ("k", "v")}
 TOOL = f"ridgefill {__version__}"
 METADATA_HASH = "ridge.metadata_sha256"
+
+_U32, _U64, _F32, _STR = (getattr(gguf.GGUFValueType, t) for t in ("UINT32", "UINT64", "FLOAT32", "STRING"))
+# What is measured of a file after it was written, and put into it with amend(): scores per mapped layer (score.py) ...
+SCORES = ("r2_input", "r2_k", "r2_v", "norm_k", "norm_v", "attention")
+SCORE_KEYS = {
+    **{f"ridge.score.{name}": (_F32, True) for name in SCORES},
+    "ridge.score.n_tokens": (_U64, False),
+    "ridge.score.n_documents": (_U32, False),
+    "ridge.score.sources": (_STR, True),
+}
+# ... and what a filled prompt gave (selftest.py). Type of the value or of its elements, whether it is an array
+SELFTEST_KEYS = {
+    "ridge.selftest.tokens": (_U32, True),
+    "ridge.selftest.tail": (_U32, False),
+    "ridge.selftest.top_tokens": (_U32, True),
+    "ridge.selftest.top_logits": (_F32, True),
+}
+_MEASURED = {**SCORE_KEYS, **SELFTEST_KEYS}
 
 
 @dataclass(frozen=True)
@@ -124,7 +143,6 @@ def _add_metadata(w: gguf.GGUFWriter, s: Sidecar, tensors: dict[str, np.ndarray]
     w.add_string("ridge.calibration.tool", c.tool)
     if c.options:
         w.add_array("ridge.calibration.options", c.options)
-    w.add_string(METADATA_HASH, "0" * 64)
 
 
 def _write_gguf(path: Path, s: Sidecar) -> None:
@@ -132,14 +150,26 @@ def _write_gguf(path: Path, s: Sidecar) -> None:
     for il, weight, bias in zip(range(s.split + 1, s.fingerprint["block_count"]), s.weights, s.biases, strict=True):
         tensors[f"blk.{il}.ridge.weight"] = weight
         tensors[f"blk.{il}.ridge.bias"] = np.ascontiguousarray(bias, np.float32)
-    w = gguf.GGUFWriter(path, s.fingerprint["architecture"])
-    _add_metadata(w, s, tensors)
-    for name, data in tensors.items():
-        w.add_tensor(name, data, raw_dtype=MAP_TYPES[s.map_type] if name.endswith("weight") else None)
+    typed = {name: (data, MAP_TYPES[s.map_type] if name.endswith("weight") else None) for name, data in tensors.items()}
+    _write_parts(path, s.fingerprint["architecture"], lambda w: _add_metadata(w, s, tensors), typed)
+
+
+def _write_parts(
+    path: Path,
+    architecture: str,
+    add_metadata: Callable[[gguf.GGUFWriter], None],
+    tensors: Mapping[str, tuple[np.ndarray, gguf.GGMLQuantizationType | None]],
+) -> None:
+    """A GGUF of metadata, its hash as the last key, and tensors: data as stored and its type (None: that of the array)."""
+    w = gguf.GGUFWriter(path, architecture)
+    add_metadata(w)
+    w.add_string(METADATA_HASH, "0" * 64)
+    for name, (data, kind) in tensors.items():
+        w.add_tensor(name, data, raw_dtype=kind)
     w.write_header_to_file()
     w.write_kv_data_to_file()
     # the tensor infos follow: name with its length, number of dimensions, dimensions, type, offset
-    header_end = w.fout[0].tell() + sum(8 + len(name) + 4 + 8 * data.ndim + 4 + 8 for name, data in tensors.items())
+    header_end = w.fout[0].tell() + sum(8 + len(name) + 4 + 8 * data.ndim + 4 + 8 for name, (data, _) in tensors.items())
     w.write_tensors_to_file()
     w.close()
     _seal(path, header_end)
@@ -174,29 +204,77 @@ def check_writable(path: str | os.PathLike, force: bool) -> None:
         raise UnwritableError(f"{folder}: no files can be written there")
 
 
+@contextmanager
+def _in_place_of(path: Path) -> Iterator[Path]:
+    """A file in the same folder to write to, for the caller to put in the place of `path`; removed if it is still there."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.absolute().parent)
+    os.close(handle)
+    tmp = Path(name)
+    try:
+        umask = os.umask(0)
+        os.umask(umask)
+        tmp.chmod(0o666 & ~umask)
+        yield tmp
+    finally:
+        tmp.unlink(missing_ok=True)
+
+
 def write(path: str | os.PathLike, s: Sidecar, force: bool = False, same_is_fine: bool = False) -> None:
     """Write a sidecar under another name in the same folder, then rename it: readers see all of it or nothing.
 
-    With `same_is_fine` a file that exists already with the very same bytes is left alone.
+    With `same_is_fine` a file that exists already is left alone if it differs in what amend() adds at most.
 
     Raises OutputExists when the file exists and `force` is not set.
     """
     check_writable(path, force or same_is_fine)
     path = Path(path)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.absolute().parent)
-    os.close(handle)
-    tmp = Path(name)
-    try:
+    with _in_place_of(path) as tmp:
         _write_gguf(tmp, s)
-        umask = os.umask(0)
-        os.umask(umask)
-        tmp.chmod(0o666 & ~umask)
-        if same_is_fine and path.is_file() and filecmp.cmp(tmp, path, shallow=False):
+        if same_is_fine and path.is_file() and _same_maps(tmp, path):
             return
         check_writable(path, force)  # writing takes time: another process may have made the file meanwhile
         tmp.replace(path)
-    finally:
-        tmp.unlink(missing_ok=True)
+
+
+def _same_maps(mine: Path, other: Path) -> bool:
+    """Whether two files have the same keys, the hashes of their tensors among them, but for what amend() adds."""
+    try:
+        _check_with_library(other)
+    except SidecarError:
+        return False
+
+    def content(path: Path) -> dict:
+        fields = gguf.GGUFReader(path).fields.items()
+        return {k: f.contents() for k, f in fields if k not in _MEASURED and k != METADATA_HASH and not k.startswith("GGUF.")}
+
+    return content(mine) == content(other)
+
+
+def amend(path: str | os.PathLike, measured: Mapping[str, object]) -> None:
+    """Put keys of SCORE_KEYS or SELFTEST_KEYS, all of a group at a time, into a file in place of those of the same group.
+
+    Its other keys and its maps stay what they are, byte for byte. Raises SidecarError for a file that is none.
+    """
+    path = Path(path)
+    _check_with_library(path)
+    reader = gguf.GGUFReader(path)
+    gone = {METADATA_HASH, "general.architecture"}  # written by themselves
+    for group in (SCORE_KEYS, SELFTEST_KEYS):
+        gone |= group.keys() if group.keys() & measured.keys() else set()
+
+    def add_metadata(w: gguf.GGUFWriter) -> None:
+        for name, f in reader.fields.items():
+            if name not in gone and not name.startswith("GGUF."):
+                w.add_key_value(name, f.contents(), f.types[0], f.types[-1] if len(f.types) > 1 else None)
+        for name, (kind, is_array) in _MEASURED.items():
+            if name in measured:
+                w.add_key_value(name, measured[name], gguf.GGUFValueType.ARRAY if is_array else kind, kind if is_array else None)
+
+    check_writable(path, force=True)
+    with _in_place_of(path) as tmp:
+        tensors = {t.name: (t.data, t.tensor_type) for t in reader.tensors}
+        _write_parts(tmp, reader.fields["general.architecture"].contents(), add_metadata, tensors)
+        tmp.replace(path)
 
 
 def _check_with_library(path: Path) -> str:
@@ -235,9 +313,16 @@ def scores(keys: dict) -> list[dict]:
     return [{"layer": il, **{name: keys[f"ridge.{name}"][i] for name in names}} for i, il in enumerate(layers)]
 
 
-def maps(path: str | os.PathLike) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """Weight [d_out, d_in] and bias [d_out] in float64 by layer, of a file that inspect() accepts."""
+def measured_scores(keys: dict) -> list[dict]:
+    """Per mapped layer of a file with these keys: layer and its scores of SCORES. Empty when it was not scored."""
+    names = [name for name in SCORES if f"ridge.score.{name}" in keys]
+    layers = range(keys["ridge.split"] + 1, keys["ridge.block_count"]) if names else ()
+    return [{"layer": il, **{name: keys[f"ridge.score.{name}"][i] for name in names}} for i, il in enumerate(layers)]
+
+
+def maps(path: str | os.PathLike, dtype: type = np.float64) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """Weight [d_out, d_in] and bias [d_out] by layer, of a file that inspect() accepts."""
     inspect(path)
-    data = {t.name: gguf.quants.dequantize(t.data, t.tensor_type).astype(np.float64) for t in gguf.GGUFReader(path).tensors}
+    data = {t.name: gguf.quants.dequantize(t.data, t.tensor_type).astype(dtype) for t in gguf.GGUFReader(path).tensors}
     layers = sorted(int(name.split(".")[1]) for name in data if name.endswith("weight"))
     return {il: (data[f"blk.{il}.ridge.weight"], data[f"blk.{il}.ridge.bias"]) for il in layers}

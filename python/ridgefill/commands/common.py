@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from ..errors import RidgefillError
 
@@ -47,3 +48,22 @@ def errors_for_people(hint_when_stopped: str = ""):
     except KeyboardInterrupt:
         print("stopped" + hint_when_stopped, file=sys.stderr)
         raise typer.Exit(STOPPED) from None
+
+
+def score_table(rows: list[dict]) -> Table:
+    """Rows of sidecar.scores() or sidecar.measured_scores()."""
+    measured = "attention" in rows[0]
+    table = Table(*(_title(name, measured) for name in rows[0]))
+    for row in rows:
+        table.add_row(*(_cell(name, value) for name, value in row.items()))
+    return table
+
+
+def _title(name: str, measured: bool) -> str:
+    name, _, part = name.partition("_")
+    part = {"": "", "input": " input"}.get(part, f" {part.upper()}")
+    return {"r2": "R²" if measured else "held-out R²", "norm": "|pred.|/|true|"}.get(name, name) + part
+
+
+def _cell(name: str, value: float) -> str:
+    return str(value) if name == "layer" else f"{value:.2g}" if name.startswith("lambda") else f"{value:.4f}"

@@ -1,0 +1,69 @@
+"""`ridgefill verify`: whether a file of maps belongs to a model and does what it did when it was made."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from .common import AsJson, Threads, errors_for_people, say, stdout
+
+
+def verify(
+    file: Annotated[str, typer.Argument(help="sidecar to verify")],
+    model: Annotated[str, typer.Argument(help="GGUF model file that it is to be used with")],
+    threads: Threads = 2,
+    json_output: AsJson = False,
+) -> None:
+    """Compare a sidecar with a model, field by field, and run its self-test there. Exit code 11 when it does not pass."""
+    with errors_for_people():
+        from .. import sidecar
+        from .. import verify as v
+        from ..lib import Model
+
+        keys = sidecar.inspect(file)["keys"]
+        with Model(model) as m:
+            fields = v.fields(keys, m.fingerprint(keys["ridge.split"]))
+            if not json_output:
+                _print_fields(fields)
+            refusal = v.refusal(m, file)
+            test = None if refusal else v.selftest(m, file, keys, threads)
+        if json_output:
+            rows = [{**asdict(f), "matches": f.matches} for f in fields]
+            selftest = test and {**asdict(test), "passed": test.passed}
+            print(json.dumps({"ok": not refusal and (not test or test.passed), "fields": rows, "refusal": refusal, "selftest": selftest}, indent=1))
+        elif not refusal:
+            say(_selftest_line(test))
+        if refusal:
+            raise v.VerifyError(refusal)
+        if test and not test.passed:
+            raise v.VerifyError(
+                f"the self-test failed: logits differ by {test.difference:.3f}, expected at most {test.tolerance:g}: "
+                "the model or the library fills otherwise than the one that made these maps"
+            )
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text[:12] + "…" if len(text) == 64 else text
+
+
+def _print_fields(fields: list) -> None:
+    table = Table("", "expected", "found", "")
+    for f in fields:
+        verdict = "matches" if f.matches else "differs: refused" if f.refuses else "differs: warns"
+        table.add_row(f.name, _short(f.expected), "" if f.matches else _short(f.found), verdict)
+    stdout.print(table)
+
+
+def _selftest_line(test) -> str:
+    if not test:
+        return "self-test: none in this file; ridgefill score adds one"
+    return (
+        f"self-test: {test.n_rows} rows behind {test.n_filled} filled ones: logits differ by {test.difference:.3f} (root mean "
+        f"square; at most {test.tolerance:g} expected), the likeliest token is the same in {test.same_first}: "
+        f"{'passed' if test.passed else 'failed'}"
+    )
