@@ -19,6 +19,7 @@ from calibrate_pico import CTX, SINK, WORDS, arguments, config, corpus, keys_of,
 from ridgefill import calibrate as cal
 from ridgefill import cli, lib, native, sidecar
 from ridgefill.errors import OutputExists, RidgefillError, StatisticsError, TextError
+from ridgefill.kinds import KINDS
 from ridgefill.text import read_documents
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,7 @@ def test_maps_are_the_ridge_solution_of_the_activations(model, corpus, fitted):
 def fitted_kv(model, corpus, tmp_path_factory):
     """All kinds and splits 1 and 2 in one call, by (kind, split)."""
     folder = tmp_path_factory.mktemp("maps")
-    results = cal.calibrate(config(model, corpus, folder / "m.gguf", splits=[1, 2], kinds=["kv_prev", "input", "kv"]))
+    results = cal.calibrate(config(model, corpus, folder / "m.gguf", splits=[1, 2], kinds=["kv_prev", "input", "kv", "input_lr"], rank=32))
     return {(r.kind, r.split): r for r in results}
 
 
@@ -151,7 +152,7 @@ def test_share_of_the_row_before_mixes_the_maps_of_k(model, corpus, fitted_kv, t
 
 
 def test_kinds_fitted_together_equal_those_fitted_alone(model, corpus, fitted, fitted_kv, tmp_path):
-    assert list(fitted_kv) == [(k, s) for k in ("kv_prev", "input", "kv") for s in (1, 2)]
+    assert list(fitted_kv) == [(k, s) for k in ("kv_prev", "input", "kv", "input_lr") for s in (1, 2)]
     alone = [*fitted[0], *cal.calibrate(config(model, corpus, tmp_path / "m.gguf", splits=[1, 2], kinds=["kv"]))]
     for r in alone:
         together = fitted_kv[r.kind, r.split]
@@ -188,7 +189,7 @@ def test_record_in_the_file(model, corpus, fitted):
         assert dict(zip(keys["ridge.tensors"], keys["ridge.tensors_sha256"])) == tensors
 
 
-@pytest.mark.parametrize("kind", ["input", "kv", "kv_prev"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_keys_are_those_of_the_format(fitted_kv, kind):
     """docs/SIDECAR.md and the writer name the same keys."""
     documented = set(sidecar_files.documented_keys(kind))
@@ -208,14 +209,14 @@ def test_kv_record_in_the_file(fitted_kv):
         assert order[at + 1 : at + 7] == [f"ridge.{k}" for k in ("k_length", "v_length", "lambda_k", "lambda_v", "r2_k", "r2_v")]
 
 
-@pytest.mark.parametrize("kind", ["input", "kv", "kv_prev"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_library_loads_and_uses_the_maps(model, fitted_kv, kind):
     """Filled upper-layer keys are those of the map: closer to the exact ones than identity's, and not the same."""
     result = fitted_kv[kind, 2]
     with lib.Model(model) as m, lib.Context(m, 512, n_ubatch=64, n_threads=1) as ctx, lib.Maps(m, result.path) as maps:
         assert (maps.split, maps.n_tail, maps.n_sink, maps.kind) == (result.split, 512, SINK, kind)
         assert maps.hash == hashlib.sha256(Path(result.path).read_bytes()).hexdigest()
-        assert maps.size >= 2 * {"input": 64 * 65, "kv": 64 * 65, "kv_prev": 64 * 129}[kind] * 4
+        assert maps.size >= 2 * {"input": 64 * 65, "input_lr": 64 * 65, "kv": 64 * 65, "kv_prev": 64 * 129}[kind] * 4
         tokens = m.tokenize(" ".join(np.random.default_rng(7).choice(WORDS, 80)))
         ctx.decode(tokens)
         exact = ctx.get_kv(0, 4, "k", SINK, 100)
@@ -314,21 +315,46 @@ def test_a_model_that_does_not_state_its_file_type(model, tmp_path):
     record = sidecar.Calibration(["a; b"], 1, 1, 1, 1, 0)
     stored, _ = sidecar.encode(np.eye(64), "f32")
     scores = {"input": [0.1]}, {"input": [0.5]}
-    made = sidecar.Sidecar(fingerprint, 3, 4, 512, "f32", *scores, [stored], [np.zeros(64)], record)
+    made = sidecar.Sidecar(fingerprint, 3, 4, 512, "f32", *scores, [{"weight": stored}], [np.zeros(64)], record)
     sidecar.write(tmp_path / "m.gguf", made)
     assert sidecar.inspect(tmp_path / "m.gguf")["keys"]["ridge.model.file_type"] == 2**32 - 1
 
 
-def poisoned(model: str, out: Path, name: str, value: float) -> str:
-    """A copy of a model in which one number of one tensor is `value`."""
+def poisoned(model: str, out: Path, name: str, value: float, whole: bool = False) -> str:
+    """A copy of a model in which one number of one tensor, or each of them, is `value`."""
     t = next(t for t in gguf.GGUFReader(model).tensors if t.name == name)
-    data = bytearray(Path(model).read_bytes())
-    data[t.data_offset : t.data_offset + 4] = np.float32(value).tobytes()
+def test_field_report_33_statistics_that_are_empty_or_of_low_rank_are_refused_by_layer(model, corpus, tmp_path):
+    def refusal(model=model, corpus=corpus, **kw) -> str:
+        with pytest.raises(StatisticsError) as e:
+            cal.calibrate(config(model, corpus, tmp_path / "m.gguf", **kw))
+        return str(e.value)
+
+    # too few rows
+    assert "layer 2: expected at least 128 rows to fit" in refusal(n_tokens=100)
+    assert "layer 2: expected at least 256 rows to fit (twice its 128 features)" in refusal(n_tokens=200, kinds=["kv_prev"])
+    # rows enough, but few that differ
+    same = tmp_path / "same"
+    same.mkdir()
+    for i in range(40):
+        (same / f"{i}.txt").write_text("the ring and the river")
+    found = refusal(corpus=same, overlap="keep")
+    match = re.fullmatch(r"layer 2: expected rows that span at least half of its 64 .*, found (\d+) directions in (\d+) rows: .*", found)
+    assert match and int(match[1]) < 32 and int(match[2]) >= 128, found
+    # rows that are all alike
+    still = poisoned(model, tmp_path / "still.gguf", "token_embd.weight", 0.5, whole=True)
+    assert re.match(r"layer 2: its input is the same in all \d+ fitted rows", refusal(model=still))
+    silent = poisoned(model, tmp_path / "silent.gguf", "blk.4.attn_v.weight", 0.0, whole=True)
+    assert re.match(r"layer 4: its v is the same in all \d+ fitted rows", refusal(model=silent, kinds=["kv"]))
+    assert not (tmp_path / "m.gguf").exists()
+
+
+    data, n = bytearray(Path(model).read_bytes()), t.n_elements if whole else 1
+    data[t.data_offset : t.data_offset + 4 * n] = np.float32(value).tobytes() * n
     out.write_bytes(data)
     return str(out)
 
 
-def test_row_33_activations_that_are_not_finite_are_refused_by_layer(model, corpus, tmp_path):
+def test_field_report_33_activations_that_are_not_finite_are_refused_by_layer(model, corpus, tmp_path):
     bad = poisoned(model, tmp_path / "nan.gguf", "blk.2.ffn_down.weight", np.nan)
     for kind in ("input", "kv"):
         with pytest.raises(StatisticsError, match=r"layer 3: expected finite activations, found nan in row \d+, channel 0"):
@@ -348,12 +374,10 @@ def test_values_out_of_range_are_refused(model, corpus, tmp_path):
     assert refusal(splits=[4]) == "split: expected 1 to 3 for a model of 5 layers, found 4"
     assert "found 0" in refusal(splits=[0])
     assert "each once" in refusal(splits=[2, 2])
-    assert "expected f32, f16, q8_0" in refusal(map_type="q4_0").replace("one of ", "")
+    assert refusal(map_type="q5_0") == "map type: expected one of f32, f16, q8_0, q4_1, q4_0, found 'q5_0'"
     assert "sink rows: expected 0 to 127, found 128" in refusal(sink=CTX)
-    assert "kinds: expected some of input, kv, kv_prev, each once, found k" == refusal(kinds=["k"])
+    assert "kinds: expected some of input, input_lr, kv, kv_prev, each once, found k" == refusal(kinds=["k"])
     assert "found kv, kv" in refusal(kinds=["kv", "kv"])
-    assert "layer 2: expected at least 128 rows to fit" in refusal(StatisticsError, n_tokens=100)
-    assert "layer 2: expected at least 256 rows to fit (twice its 128 features)" in refusal(StatisticsError, n_tokens=200, kinds=["kv_prev"])
     assert "no such file or folder" in refusal(TextError, text=["/no/such/text"])
     empty = tmp_path / "empty"
     empty.mkdir()

@@ -147,7 +147,7 @@ def all_arguments(model, corpus, folder: Path) -> list[str]:
         ("seal", 2),  # while the second is written
     ],
 )
-def test_row_33_resume_after_a_kill_gives_the_same_file(model, corpus, ordinary, patched_lib, tmp_path, place, nth):
+def test_field_report_33_resume_after_a_kill_gives_the_same_file(model, corpus, ordinary, patched_lib, tmp_path, place, nth):
     args = all_arguments(model, corpus, tmp_path)
     killed = run_killed(place, nth, "SIGKILL", args, patched_lib)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
@@ -284,7 +284,7 @@ def test_sums_of_another_model_are_refused(there, pico_model):
     assert "layers: expected 6, found 5; model file: expected" in refusal(**{**there, "model": str(deeper)})
 
 
-def test_row_36_sums_of_another_tokenizer_are_refused(there, tmp_path, monkeypatch):
+def test_field_report_36_sums_of_another_tokenizer_are_refused(there, tmp_path, monkeypatch):
     """Two tokens change their places: same weights, same text, other token ids."""
     texts, types, merges = pico.vocabulary()
     a, b = texts.index("t"), texts.index("h")

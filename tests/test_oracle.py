@@ -59,7 +59,7 @@ def pico_case(pico_model, tmp_path_factory):
         model.close()
 
 
-def write_maps(model: lib.Model, path, split: int, seed: int, kind: str = ref.INPUT):
+def write_maps(model: lib.Model, path, split: int, seed: int, kind: str = ref.INPUT, map_type: str = "f32"):
     made_for, width = model.fingerprint(split), model.n_head_kv * model.head_size
     return sidecar_files.write_sidecar(
         path,
@@ -67,7 +67,7 @@ def write_maps(model: lib.Model, path, split: int, seed: int, kind: str = ref.IN
         n_layer=model.n_layer,
         n_embd=model.n_embd,
         split=split,
-        map_type="f32",
+        map_type=map_type,
         kind=kind,
         kv_lengths=(width, width),
         tokenizer_sha256=made_for["tokenizer_sha256"],
@@ -123,7 +123,6 @@ def assert_equal(engine_run, oracle: ref.Result, fill: ref.Fill, bound=KV_ERROR,
     assert last_kl(logits, oracle.logits[-1]) <= bound_kl
 
 
-KINDS = (ref.INPUT, ref.KV, ref.KV_PREV)
 ARMS = [
     ref.Fill(),
     ref.Fill(ref.IDENTITY, SPLIT, N_TAIL, N_SINK),
@@ -140,7 +139,7 @@ def arm_name(fill: ref.Fill) -> str:
 
 def with_kinds(arms: list[ref.Fill]) -> list:
     """Parameters (arm, kind): kinds make a difference to mode fill alone."""
-    pairs = [(arm, kind) for arm in arms for kind in (KINDS if arm.mode == ref.FILL else KINDS[:1])]
+    pairs = [(arm, kind) for arm in arms for kind in (ref.KINDS if arm.mode == ref.FILL else ref.KINDS[:1])]
     return [pytest.param(arm, kind, id=arm_name(arm) + (f"-{kind}" if arm.mode == ref.FILL else "")) for arm, kind in pairs]
 
 
@@ -175,7 +174,18 @@ def test_flash_attention_equals_the_oracle_to_half_precision(pico_case, name, fi
     assert_equal(*run_both(model, weights, path, tokens, fill, flash_attn=True), fill, bound=5e-3, bound_kl=1e-3)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ref.KINDS)
+@pytest.mark.parametrize("map_type", [t for t in sidecar_files.TYPES if t != "f32"])
+def test_maps_of_other_types_equal_the_oracle_to_the_rounding_of_what_they_read(pico_case, tmp_path, map_type, kind):
+    """The oracle reads the rounded maps as they are; the engine also rounds the features, to f16 or to eight bits."""
+    model, weights, _, tokens = pico_case("llama")
+    path = write_maps(model, tmp_path / "maps.gguf", SPLIT, seed=6, kind=kind, map_type=map_type)
+    fill = ref.Fill(ref.FILL, SPLIT, N_TAIL, N_SINK, EXACT_ROWS, ref.load_maps(path))
+    bound = 1e-3 if map_type == "f16" else 1e-2
+    assert_equal(*run_both(model, weights, path, tokens, fill), fill, bound=bound, bound_kl=5e-4)
+
+
+@pytest.mark.parametrize("kind", ref.KINDS)
 @pytest.mark.parametrize("n_tail, n_ubatch, split", [(1, 64, 1), (290, 64, 2), (64, 512, 4), (130, 100, 3)])
 def test_other_tails_ubatches_and_splits(pico_case, tmp_path, n_tail, n_ubatch, split, kind):
     model, weights, _, tokens = pico_case("qwen3")
@@ -184,7 +194,7 @@ def test_other_tails_ubatches_and_splits(pico_case, tmp_path, n_tail, n_ubatch, 
     assert_equal(*run_both(model, weights, path, tokens, fill, n_ubatch=n_ubatch), fill)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ref.KINDS)
 @pytest.mark.parametrize(
     "n_sink, n_ubatch, exact_rows",
     [
@@ -202,7 +212,7 @@ def test_the_row_before_is_found_wherever_it_ran(pico_case, n_sink, n_ubatch, ex
     assert_equal(*run_both(model, weights, path, tokens[:n_rows], fill, n_ubatch=n_ubatch), fill)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ref.KINDS)
 @pytest.mark.parametrize("n_cached, n_ubatch", [(150, 64), (128, 128), (3, 64)])
 def test_a_prompt_behind_a_cached_prefix_equals_the_oracle(pico_case, n_cached, n_ubatch, kind):
     """Filled rows of two prefills. The state of the row before the second was not kept: with kv_prev its first row is exact."""
@@ -223,7 +233,7 @@ def test_a_prompt_behind_a_cached_prefix_equals_the_oracle(pico_case, n_cached, 
     assert_equal((k, v, logits[0], np.array(filled)), ref.forward(weights, tokens, fill), fill)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ref.KINDS)
 @pytest.mark.parametrize("change", ["no maps", "other maps", "split", "sink", "tail", "rows"])
 def test_the_comparison_sees_a_difference(pico_case, tmp_path, change, kind):
     """An oracle that is told something else disagrees by far more than the bound."""
@@ -269,6 +279,29 @@ def test_the_comparison_sees_what_a_map_reads_and_writes(pico_case, ignored):
     assert_disagrees(model, weights, path, tokens, told, ref.Fill(ref.FILL, SPLIT, N_TAIL, N_SINK, EXACT_ROWS, maps))
 
 
+@pytest.mark.parametrize("ignored", ["own row", "half the rank"])
+def test_the_comparison_sees_what_a_low_rank_map_adds_up(pico_case, ignored):
+    model, weights, path, tokens = pico_case("llama", ref.INPUT_LR)
+    told = ref.Fill(ref.FILL, SPLIT, N_TAIL, N_SINK, EXACT_ROWS, ref.load_maps(path))
+
+    def changed(u: np.ndarray, v: np.ndarray, b: np.ndarray):
+        half = len(v) // 2
+        return (ref.INPUT, (u @ v, b)) if ignored == "own row" else (ref.INPUT_LR, (u[:, :half], v[:half], b))
+
+    layers = {il: changed(*arrays) for il, arrays in told.maps.layers.items()}
+    maps = ref.Maps(layers[SPLIT + 1][0], {il: arrays for il, (_, arrays) in layers.items()})
+    assert_disagrees(model, weights, path, tokens, told, ref.Fill(ref.FILL, SPLIT, N_TAIL, N_SINK, EXACT_ROWS, maps))
+
+
+def test_a_low_rank_map_is_the_full_map_of_the_same_matrix(pico_case):
+    """In the oracle alone."""
+    _, weights, path, tokens = pico_case("llama", ref.INPUT_LR)
+    low_rank = ref.load_maps(path)
+    full = ref.Maps(ref.INPUT, {il: (np.eye(len(u)) + u @ v, b) for il, (u, v, b) in low_rank.layers.items()})
+    a, b = (ref.forward(weights, tokens[:60], ref.Fill(ref.FILL, SPLIT, 10, maps=maps)) for maps in (low_rank, full))
+    assert max(kv_error(a.k, b.k) + kv_error(a.v, b.v)) < 1e-12
+
+
 def test_a_layers_own_projections_as_kv_map_are_mode_identity(pico_model):
     """In the oracle alone: both give the K and V that the layer computes of x_S."""
     weights = ref.Weights(pico_model("qwen3", n_layer=6))
@@ -293,7 +326,7 @@ def smollm2_case(smollm2, patched_lib, tmp_path_factory):
     )
     assert p.returncode == 0, p.stderr
     with lib.Model(f32) as model:
-        maps = {kind: write_maps(model, folder / f"{kind}.gguf", 19, seed=7, kind=kind) for kind in KINDS}
+        maps = {kind: write_maps(model, folder / f"{kind}.gguf", 19, seed=7, kind=kind) for kind in ref.KINDS}
         text = " ".join(f"Line {i}: the harbour master wrote {i * 37 % 101} names in the book." for i in range(40))
         yield model, ref.Weights(smollm2), maps, model.tokenize(text)[:N_ROWS_SMOLLM2]
 

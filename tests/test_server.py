@@ -123,7 +123,7 @@ def test_conversation_keeps_its_fills(server, prompt):
     assert server.completion(turn, "off")["timings"]["cache_n"] == 0
 
 
-@pytest.mark.parametrize("kind", ["kv", "kv_prev"])
+@pytest.mark.parametrize("kind", ["input_lr", "kv", "kv_prev"])
 def test_maps_of_other_kinds(model, tmp_path, prompt, exact_tokens, kind):
     """Fills, a turn filled behind a cached prefix, and exact answers that use nothing of either."""
     with Server(model, maps=random_maps(model, tmp_path, kind=kind)) as s:

@@ -70,6 +70,74 @@ def test_map_is_the_least_squares_solution(problem, lam):
     assert np.allclose(ridge.bias(L, weight), b, atol=1e-5 * size * (1 + np.abs(x).max()))
 
 
+@settings(max_examples=60, deadline=None)
+@given(problems(), st.sampled_from([0.0, 0.03, 1.0]), st.integers(2, 4), st.floats(-2, 2))
+def test_map_does_not_change_with_the_number_of_copies_or_the_unit(problem, lam, copies, log_unit):
+    """Every row several times over: the same map, lambda being free of scale. Features in another unit: the inverse of it."""
+    x, y = problem
+    unit, weight = 10**log_unit, solved(x, y).weight(L, lam)
+    tolerance = dict(rtol=1e-6, atol=1e-6 * (1e-9 + np.abs(weight).max()))
+    assert np.allclose(solved(np.tile(x, (copies, 1)), np.tile(y, (copies, 1))).weight(L, lam), weight, **tolerance)
+    assert np.allclose(solved(x * unit, y).weight(L, lam) * unit, weight, **tolerance)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems())
+def test_ends_of_the_penalty(problem):
+    """Without one the fitted values are those of numpy's least squares with an intercept, full rank or not; a huge one leaves
+    the mean."""
+    x, y = problem
+    ridge, ones = solved(x, y), np.ones((len(x), 1))
+    design = np.hstack([ones, x - x.mean(0)])
+    expected = design @ np.linalg.lstsq(design, y, rcond=1e-8)[0]
+    weight = ridge.weight(L, 0.0)
+    scale = np.abs(y).max()
+    assert np.allclose(x @ weight.T + ridge.bias(L, weight), expected, atol=1e-6 * scale)
+    weight = ridge.weight(L, 1e9)
+    assert np.allclose(x @ weight.T + ridge.bias(L, weight), y.mean(0), atol=1e-6 * scale)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(), st.sampled_from([0.0, 1e-4, 1.0]), st.integers(0, 11))
+def test_a_constant_column_gets_no_weight(problem, lam, column):
+    x, y = problem
+    column %= x.shape[1]
+    x[:, column] = -3.0
+    weight = solved(x, y).weight(L, lam)
+    assert np.abs(weight[:, column]).max() <= 1e-9 * (1 + np.abs(weight).max())
+    if x.shape[1] > 1:
+        rest = np.delete(x, column, axis=1)
+        # lambda is in units of the mean variance of a feature, of which there is one more here
+        alone = solved(rest, y).weight(L, lam * rest.shape[1] / x.shape[1])
+        assert np.allclose(np.delete(weight, column, axis=1), alone, rtol=1e-6, atol=1e-6 * (1e-9 + np.abs(alone).max()))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 12), st.integers(1, 5), st.sampled_from([1e-4, 0.03, 1.0]))
+def test_a_repeated_column_shares_its_weight(seed, d, e, lam):
+    rng = np.random.default_rng(seed)
+    x, y = rng.normal(size=(60, d)), rng.normal(size=(60, e))
+    weight = solved(np.hstack([x, x]), y).weight(L, lam)
+    assert np.allclose(weight[:, :d], weight[:, d:], atol=1e-9)
+    assert np.allclose(2 * weight[:, :d], direct(x, y, lam / 2)[0], atol=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.integers(2, 40), st.integers(2, 20), st.integers(1, 6))
+def test_rows_that_span_few_directions_are_refused(seed, d, n_distinct, copies):
+    """Rows repeated, and columns that never vary, which do not count."""
+    rng = np.random.default_rng(seed)
+    x = np.tile(rng.normal(size=(n_distinct, d)), (copies, 1))
+    x = np.hstack([x, np.full((len(x), 3), 7.0)])
+    ridge, rank = solved(x, x[:, :1]), min(d, n_distinct - 1)
+    if 2 * rank >= d:
+        ridge.check_rank()
+    else:
+        expected = rf"layer {S}: .* at least half of its {d} varying features, found {rank} directions in {len(x)} rows"
+        with pytest.raises(StatisticsError, match=expected):
+            ridge.check_rank()
+
+
 @settings(max_examples=100, deadline=None)
 @given(problems(), st.integers(0, 2**32))
 def test_held_out_r2_is_that_of_the_rows(problem, seed):
@@ -181,6 +249,19 @@ def test_a_layer_that_never_varies_is_refused_by_name():
         check_fit(sums(x, y), sums(x, y))
     with pytest.raises(StatisticsError, match=rf"layer {S}: its input is the same"):
         check_fit(sums(np.zeros((20, 4)), x), sums(x, x))
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
+def test_rows_that_differ_by_the_rounding_of_float32_count_as_the_same(scale):
+    rng = np.random.default_rng(10)
+    x = rng.normal(size=(20, 4))
+    ones = scale * np.ones((20, 4), np.float32)
+    same = np.where(rng.random((20, 4)) < 0.5, ones, np.nextafter(ones, np.float32(np.inf)))
+    with pytest.raises(StatisticsError, match=rf"layer {S}: its input is the same"):
+        check_fit(sums(same, x), sums(same, x))
+    with pytest.raises(StatisticsError, match=rf"layer {L}: its input is the same"):
+        check_fit(sums(x, same), sums(x, same))
+    check_fit(sums(ones + 1e-4 * scale * x, ones + 1e-4 * scale * x), sums(x, x))
 
 
 def test_a_part_that_never_varies_is_refused_by_name():

@@ -47,7 +47,7 @@ class Config:
     splits: list[int]  # split layers S, 1 <= S <= layers - 2
     text: list[str]  # files, folders and data sets (text.DATASET)
     kinds: list[str] = field(default_factory=lambda: ["input"])  # of kinds.KINDS
-    map_type: str = "q8_0"  # f32, f16 or q8_0
+    map_type: str = "q8_0"  # of sidecar.MAP_TYPES
     sink: int = 4  # rows at the start of each sequence that are neither fitted nor filled
     tail: int = 512  # recommended tail, rows
     seed: int = 0  # order of the documents, hence which are held out
@@ -59,6 +59,7 @@ class Config:
     gpu_layers: int = 0
     force: bool = False  # replace existing files
     prev_share: float = 1.0  # of the row before in K of kind kv_prev: 1 as regressed, 0 as in kind kv
+    rank: int = 128  # of kind input_lr
     served: str = ""  # GGUF file that the maps are for, where `model` is a checkpoint or a copy of it at higher precision
     dtype: str = ""  # of a checkpoint: of hf.DTYPES; "": f32 on a CPU, else bf16
     device: str = ""  # of a checkpoint: cpu or cuda; "": cpu
@@ -83,6 +84,7 @@ class Config:
             tail=self.tail,
             lambdas=self.lambdas,
             prev_share=self.prev_share,
+            rank=self.rank,
             force=self.force,
         )
 
@@ -236,8 +238,8 @@ class Calibration:
             if from_checkpoint:
                 self.checkpoint = Checkpoint(config.model, self.model, config.dtype, config.device, config.threads)
             self.attention = self._attention(mapped) if config.score and self.solves else None
-            # a width that the map type cannot hold should not show after an hour of work
-            sidecar.encode(np.zeros((1, self.model.n_embd)), config.map_type)
+            # what the map type cannot hold should not show after an hour of work
+            config.wanted().check_widths(self.model.n_embd)
             evaluation = evaluation_documents(documents, given)
             self.prepared = prepare(self.model, documents, evaluation, config.cutting(), warn)
             self.chunks = self._of_this_shard(self.prepared.fit, self.prepared.heldout)
@@ -392,10 +394,10 @@ class Calibration:
             d_in = targets.layout.d_in()
             need += targets.weight_bytes
             # maps wait as float32 at most until all are solved; the solver works on five square matrices, and on five more
-            # where maps with and without the row before are mixed
+            # where maps with and without the row before are mixed, or the rank is bounded
             need += sum(4 * d_in * targets.layout.d_out(il) for s in c.splits for il in layers if il > s) * len(kinds)
-            mixed = "kv_prev" in kinds and c.prev_share < 1
-            solving = max(solving, 8 * 5 * (d_in**2 + mixed * self.model.n_embd**2))
+            more = ("kv_prev" in kinds and c.prev_share < 1) or "input_lr" in kinds
+            solving = max(solving, 8 * 5 * (d_in**2 + more * self.model.n_embd**2))
         return max(need + solving, self._scoring_bytes())
 
     def _scoring_bytes(self) -> int:

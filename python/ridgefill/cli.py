@@ -25,12 +25,13 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help="Sidecars of 
 
 
 Splits = Annotated[list[int], typer.Option("--split", help="split layer S, 1 to layers - 2; may be given several times")]
-Kinds = Annotated[list[str] | None, typer.Option("--kind", help="input: predict layer inputs; kv: keys and values; kv_prev: keys and values, from the row before too; may be given several times [default: input]")]
-MapType = Annotated[str, typer.Option(help="f32, f16 or q8_0")]
+Kinds = Annotated[list[str] | None, typer.Option("--kind", help="input: predict layer inputs; input_lr: the same, with maps of bounded rank; kv: keys and values; kv_prev: keys and values, from the row before too; may be given several times [default: input]")]
+MapType = Annotated[str, typer.Option(help="f32, f16, q8_0, q4_1 or q4_0")]
 Tail = Annotated[int, typer.Option(help="recommended tail to record, rows")]
 Lambdas = Annotated[list[float] | None, typer.Option("--lambda", help="scale-free penalty to try; may be given several times [default: 13 from 1e-4 to 1]")]
 PrevShare = Annotated[float, typer.Option(min=0, max=1, help="kind kv_prev: weight of the regression with the row before in the maps of K, the rest is kind kv's; below 1 numbers are copied more faithfully, at a higher loss")]
 OUT = "sidecar to write; {split} and {kind} in it stand for the split and the kind, else with several NAME.gguf becomes NAME.s19.kv.gguf"
+Rank = Annotated[int, typer.Option(help="kind input_lr: rank of what its maps add to the state at the split")]
 
 
 @calibrate_app.command(epilog=EPILOG)
@@ -62,6 +63,7 @@ def calibrate(
     lam: Lambdas = None,
     prev_share: PrevShare = 1.0,
     force: Force = False,
+    rank: Rank = 128,
     served: Annotated[str, typer.Option("--for", help="GGUF that the maps are for, where {model} is a checkpoint, or a copy of the file at higher precision, which many CPUs run faster; the weights are compared")] = "",
     no_score: Annotated[bool, typer.Option("--no-score", help="do not judge the written maps on held-out text, which takes a pass over at most 16,384 tokens of it")] = False,
     with_card: Annotated[bool, typer.Option("--card", help="write a model card beside each sidecar: see `ridgefill card`")] = False,
@@ -80,7 +82,7 @@ def calibrate(
         config = c.Config(
             model=model, out=out, splits=split, text=text, kinds=kind or ["input"], map_type=map_type, sink=sink, tail=tail,
             seed=seed, n_tokens=n_tokens, heldout_documents=heldout_documents, ctx=ctx, threads=threads, gpu_layers=gpu_layers,
-            force=force, prev_share=prev_share, served=served, lambdas=tuple(lam or LAMBDAS), sums=sums, save_every=save_every,
+            force=force, prev_share=prev_share, rank=rank, served=served, lambdas=tuple(lam or LAMBDAS), sums=sums, save_every=save_every,
             shard=shard, row_stride=row_stride, chat_share=chat_share, evaluation_text=evaluation_text or [], overlap=overlap,
             score=not no_score,
             layers_per_pass=layers_per_pass, dtype=dtype, device=device,
@@ -189,11 +191,12 @@ def solve(
     file: Annotated[str, typer.Argument(help="file of sums")],
     out: Annotated[str, typer.Option(help=OUT)],
     split: Annotated[list[int] | None, typer.Option(help="split layer in the sums; may be given several times [default: all]")] = None,
-    kind: Annotated[list[str] | None, typer.Option(help="kind that the sums serve; may be given several times [default: all]")] = None,
+    kind: Annotated[list[str] | None, typer.Option(help="kind that the sums serve; may be given several times [default: all but input_lr]")] = None,
     map_type: MapType = "q8_0",
     tail: Tail = 512,
     lam: Lambdas = None,
     prev_share: PrevShare = 1.0,
+    rank: Rank = 128,
     threads: Annotated[int, typer.Option(min=1)] = 2,
     force: Force = False,
     json_output: AsJson = False,
@@ -207,10 +210,11 @@ def solve(
         with sums_file.Reader(file) as reader:
             header = reader.header
             wanted = fit.Wanted(
-                out=out, splits=split or header.splits, kinds=kind or header.kinds, map_type=map_type, tail=tail,
-                lambdas=tuple(lam or fit.LAMBDAS), prev_share=prev_share, force=force,
+                out=out, splits=split or header.splits, kinds=kind or [k for k in header.kinds if k != "input_lr"], map_type=map_type, tail=tail,
+                lambdas=tuple(lam or fit.LAMBDAS), prev_share=prev_share, rank=rank, force=force,
             )  # fmt: skip
             wanted.check()
+            wanted.check_widths(header.layouts[0].n_embd)
             fit.check_holds(wanted, header)
             for s, k in wanted.files():
                 sidecar.check_writable(wanted.path(s, k), force)

@@ -13,6 +13,7 @@ import numpy as np
 from . import sidecar
 from .errors import RidgefillError
 from .kinds import KINDS, Layout
+from .low_rank import LowRank
 from .solve import LAMBDAS, Ridge, check_fit
 from .statistics import Moments
 from .sums import Sums
@@ -33,10 +34,11 @@ class Wanted:
     out: str  # sidecar; see path()
     splits: list[int]
     kinds: list[str]  # of kinds.KINDS
-    map_type: str = "q8_0"  # f32, f16 or q8_0
+    map_type: str = "q8_0"  # of sidecar.MAP_TYPES
     tail: int = 512  # recommended tail, rows
     lambdas: tuple[float, ...] = LAMBDAS
     prev_share: float = 1.0  # of the row before in K of kind kv_prev: 1 as regressed, 0 as in kind kv
+    rank: int = 128  # of kind input_lr
     force: bool = False  # replace existing files
 
     def path(self, split: int, kind: str) -> Path:
@@ -68,6 +70,14 @@ class Wanted:
             raise RidgefillError(f"tail: expected at least 1 row, found {self.tail}")
         if not self.lambdas or not all(math.isfinite(x) and x >= 0 for x in self.lambdas):
             raise RidgefillError(f"lambdas: expected finite numbers that are not negative, found {list(self.lambdas)}")
+
+    def check_widths(self, n_embd: int) -> None:
+        """Raises RidgefillError when maps of a model of width `n_embd` cannot have this rank or type."""
+        sidecar.check_block(self.map_type, "width", n_embd)
+        if "input_lr" in self.kinds:
+            if not 1 <= self.rank <= n_embd:
+                raise RidgefillError(f"rank: expected 1 to {n_embd}, the width of the model, found {self.rank}")
+            sidecar.check_block(self.map_type, "rank", self.rank)
 
 
 @dataclass(frozen=True)
@@ -123,31 +133,69 @@ def _problems(wanted: Wanted, sums: list[Sums]) -> list[_Problem]:
     return problems
 
 
+@dataclass(frozen=True)
+class _Layer:
+    """The map of one layer as it is written, with its scores."""
+
+    weights: dict[str, np.ndarray]  # as sidecar.Sidecar has them
+    bias: np.ndarray  # float32 [d_out]
+    lambdas: dict[str, float]  # by part
+    r2: dict[str, float]
+
+
+def _full_solver(wanted: Wanted, problem: _Problem, ridge: Ridge) -> Callable[[int], _Layer]:
+    """Solves layers with maps of full rank."""
+    layout, kind = problem.layout, problem.kind
+    # K of kv_prev may be mixed from a map with and one without the row before
+    own = layout.d_in("kv") if kind == "kv_prev" and wanted.prev_share < 1 else 0
+    plain = Ridge(problem.fit.first(own), problem.heldout.first(own)) if own else None
+
+    def solve_part(il: int, part: str) -> _Layer:
+        columns = layout.parts(il)[part]
+        best = ridge.best(il, wanted.lambdas, columns)
+        if plain and part == "k":
+            best.weight[:] *= wanted.prev_share
+            best.weight[:, :own] += (1 - wanted.prev_share) * plain.best(il, wanted.lambdas, columns).weight
+        stored, weight = sidecar.encode(best.weight, wanted.map_type)
+        bias = ridge.bias(il, weight, columns).astype(np.float32)
+        r2 = ridge.r2(il, weight, bias.astype(np.float64), columns)
+        return _Layer({"weight": stored}, bias, {part: best.lam}, {part: r2})
+
+    def solve_layer(il: int) -> _Layer:
+        parts = [solve_part(il, part) for part in sidecar.PARTS[kind]]
+        return _Layer(
+            weights={"weight": np.concatenate([p.weights["weight"] for p in parts])},
+            bias=np.concatenate([p.bias for p in parts]),
+            lambdas={part: lam for p in parts for part, lam in p.lambdas.items()},
+            r2={part: r2 for p in parts for part, r2 in p.r2.items()},
+        )
+
+    return solve_layer
+
+
+def _low_rank_solver(wanted: Wanted, ridge: Ridge) -> Callable[[int], _Layer]:
+    """Solves layers of kind input_lr."""
+    low_rank = LowRank(ridge, wanted.rank)
+
+    def solve_layer(il: int) -> _Layer:
+        best = low_rank.best(il, wanted.lambdas)
+        (up, up_back), (down, down_back) = (sidecar.encode(x, wanted.map_type) for x in (best.up, best.down))
+        weight = sidecar.low_rank(up_back, down_back)
+        bias = ridge.bias(il, weight).astype(np.float32)
+        return _Layer({"down": down, "up": up}, bias, {"input": best.lam}, {"input": ridge.r2(il, weight, bias.astype(np.float64))})
+
+    return solve_layer
+
+
 def _solve(wanted: Wanted, header: Header, problem: _Problem, report: Callable[[], None]) -> sidecar.Sidecar:
     """The sidecar of one split and kind, with maps and scores as they are written."""
     fit, layout, kind = problem.fit, problem.layout, problem.kind
     ridge = Ridge(fit, problem.heldout)
-    parts = sidecar.PARTS[kind]
-    lambdas, r2 = {part: [] for part in parts}, {part: [] for part in parts}
-    weights, biases = [], []
-    # K of kv_prev may be mixed from a map with and one without the row before
-    own = layout.d_in("kv") if kind == "kv_prev" and wanted.prev_share < 1 else 0
-    plain = Ridge(fit.first(own), problem.heldout.first(own)) if own else None
+    ridge.check_rank()
+    solve_layer = _low_rank_solver(wanted, ridge) if kind == "input_lr" else _full_solver(wanted, problem, ridge)
+    layers = []
     for il in fit.layers:
-        rows = []
-        for part in parts:
-            columns = layout.parts(il)[part]
-            best = ridge.best(il, wanted.lambdas, columns)
-            if plain and part == "k":
-                best.weight[:] *= wanted.prev_share
-                best.weight[:, :own] += (1 - wanted.prev_share) * plain.best(il, wanted.lambdas, columns).weight
-            stored, weight = sidecar.encode(best.weight, wanted.map_type)
-            bias = ridge.bias(il, weight, columns).astype(np.float32)
-            lambdas[part].append(best.lam)
-            r2[part].append(ridge.r2(il, weight, bias.astype(np.float64), columns))
-            rows.append((stored, bias))
-        weights.append(np.concatenate([stored for stored, _ in rows]))
-        biases.append(np.concatenate([bias for _, bias in rows]))
+        layers.append(solve_layer(il))
         report()
     return sidecar.Sidecar(
         fingerprint=header.fingerprints[fit.split],
@@ -155,13 +203,13 @@ def _solve(wanted: Wanted, header: Header, problem: _Problem, report: Callable[[
         sink_rows=header.sink,
         tail=wanted.tail,
         map_type=wanted.map_type,
-        lambdas=lambdas,
-        r2=r2,
-        weights=weights,
-        biases=biases,
+        lambdas={part: [layer.lambdas[part] for layer in layers] for part in sidecar.PARTS[kind]},
+        r2={part: [layer.r2[part] for layer in layers] for part in sidecar.PARTS[kind]},
+        weights=[layer.weights for layer in layers],
+        biases=[layer.bias for layer in layers],
         calibration=_record(header, fit.n, problem.heldout.n),
         kind=kind,
-        kv_lengths=[layout.kv_lengths[il] for il in fit.layers] if kind != "input" else [],
+        kv_lengths=[layout.kv_lengths[il] for il in fit.layers] if layout.kv_lengths else [],
         prev_share=wanted.prev_share,
     )
 
@@ -180,6 +228,7 @@ def solve(wanted: Wanted, header: Header, sums: list[Sums], report: Report = no_
     """
     started = time.monotonic()
     wanted.check()
+    wanted.check_widths(header.layouts[0].n_embd)
     check_holds(wanted, header)
     if header.layers:
         raise SumsError(f"the sums are of layers {header.layer_names()} only: make sidecars with the command that made the sums")

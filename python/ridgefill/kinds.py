@@ -1,9 +1,10 @@
 """Kinds of maps (docs/SIDECAR.md): from which features of the split layer S they predict what of a layer l > S.
 
-    kind     features of row t         predicts
-    input    x_S,t                     x_l,t, the layer's input
-    kv       n_t                       [k_l,t ; v_l,t], its K and V projections before head norms and rotation
-    kv_prev  [n_t ; n_t-1]             the same; n_t = x_S,t over its root mean square, 0 before position 0
+    kind      features of row t         predicts
+    input     x_S,t                     x_l,t, the layer's input
+    input_lr  x_S,t                     the same, as x_S,t plus a map of bounded rank
+    kv        n_t                       [k_l,t ; v_l,t], its K and V projections before head norms and rotation
+    kv_prev   [n_t ; n_t-1]             the same; n_t = x_S,t over its root mean square, 0 before position 0
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 from .errors import RidgefillError
 from .projections import Projections, rms_normalise
 
-KINDS = ("input", "kv", "kv_prev")
+KINDS = ("input", "input_lr", "kv", "kv_prev")
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Layout:
     @property
     def kinds(self) -> tuple[str, ...]:
         """Kinds that the sums serve: kv's features are the first half of kv_prev's."""
-        return ("kv", "kv_prev") if self.family == "kv_prev" else (self.family,)
+        return {"input": ("input", "input_lr"), "kv": ("kv",), "kv_prev": ("kv", "kv_prev")}[self.family]
 
     def d_in(self, kind: str = "") -> int:
         """Number of features of a kind, by default of the family."""
@@ -51,7 +52,7 @@ class Layout:
 
 
 class InputTargets:
-    """Features and targets of kind `input` for a model of width `n_embd`."""
+    """Features and targets of the kinds `input` and `input_lr` for a model of width `n_embd`."""
 
     def __init__(self, n_embd: int):
         self.layout = Layout("input", n_embd, {})
@@ -107,9 +108,9 @@ def families(kinds: list[str], model_path: str, n_embd: int, layers: range) -> l
     if not kinds or len(set(kinds)) != len(kinds) or any(k not in KINDS for k in kinds):
         raise RidgefillError(f"kinds: expected some of {', '.join(KINDS)}, each once, found {', '.join(kinds) or 'none'}")
     out: list[tuple[Targets, list[str]]] = []
-    if "input" in kinds:
-        out.append((InputTargets(n_embd), ["input"]))
-    if kv := [k for k in kinds if k != "input"]:
+    if inputs := [k for k in kinds if k in ("input", "input_lr")]:
+        out.append((InputTargets(n_embd), inputs))
+    if kv := [k for k in kinds if k not in inputs]:
         projections = Projections(model_path)
         for il in layers:
             projections.layer(il)  # what cannot be read should show before the work

@@ -22,9 +22,11 @@ MAP_TYPES = {
     "f32": gguf.GGMLQuantizationType.F32,
     "f16": gguf.GGMLQuantizationType.F16,
     "q8_0": gguf.GGMLQuantizationType.Q8_0,
+    "q4_1": gguf.GGMLQuantizationType.Q4_1,
+    "q4_0": gguf.GGMLQuantizationType.Q4_0,
 }
 # per kind, the parts of a map that have a lambda and a score of their own
-PARTS = {"input": ("input",), "kv": ("k", "v"), "kv_prev": ("k", "v")}
+PARTS = {"input": ("input",), "input_lr": ("input",), "kv": ("k", "v"), "kv_prev": ("k", "v")}
 TOOL = f"ridgefill {__version__}"
 METADATA_HASH = "ridge.metadata_sha256"
 
@@ -72,7 +74,8 @@ class Sidecar:
     map_type: str
     lambdas: dict[str, list[float]]  # by part: "input" of kind input, "k" and "v" of the kv kinds
     r2: dict[str, list[float]]
-    weights: list[np.ndarray]  # as encode() returns them: float32, float16 or bytes of blocks, [d_out, ...]
+    # by name, "weight" or, of kind input_lr, "down" and "up", as encode() returns them: float32, float16 or bytes of blocks
+    weights: list[dict[str, np.ndarray]]
     biases: list[np.ndarray]  # float32 [d_out]
     calibration: Calibration
     name: str = ""
@@ -86,21 +89,31 @@ def score_key(name: str, part: str) -> str:
     return name if part == "input" else f"{name}_{part}"
 
 
+def check_block(map_type: str, what: str, n: int) -> None:
+    """Raises SidecarError when rows of `n` numbers, the `what` of a map, are no whole number of blocks of a map type."""
+    block = gguf.GGML_QUANT_SIZES[MAP_TYPES[map_type]][0]
+    if n % block:
+        raise SidecarError(f"map type {map_type} needs a {what} that is a multiple of {block}, found {n}; use f16")
+
+
 def encode(weight: np.ndarray, map_type: str) -> tuple[np.ndarray, np.ndarray]:
     """A weight as it is stored, and the float64 matrix that a reader gets back.
 
     Raises SidecarError when the type cannot hold it: a width that is no multiple of a block, a value out of range.
     """
     kind = MAP_TYPES[map_type]
-    block = gguf.GGML_QUANT_SIZES[kind][0]
-    if weight.shape[1] % block:
-        raise SidecarError(f"map type {map_type} needs a width that is a multiple of {block}, found {weight.shape[1]}; use f16")
+    check_block(map_type, "width", weight.shape[1])
     with np.errstate(over="ignore"):
         stored = gguf.quants.quantize(np.ascontiguousarray(weight, np.float32), kind)
     back = gguf.quants.dequantize(stored, kind).astype(np.float64)
     if not np.isfinite(back).all():
         raise SidecarError(f"map type {map_type} cannot hold a weight of magnitude {np.abs(weight).max():.3g}; use f32")
     return stored, back
+
+
+def low_rank(up: np.ndarray, down: np.ndarray) -> np.ndarray:
+    """The weight [d, d] of a map of kind input_lr with these factors [d, rank] and [rank, d]."""
+    return np.eye(len(up)) + up @ down
 
 
 def _add_metadata(w: gguf.GGUFWriter, s: Sidecar, tensors: dict[str, np.ndarray]) -> None:
@@ -117,7 +130,9 @@ def _add_metadata(w: gguf.GGUFWriter, s: Sidecar, tensors: dict[str, np.ndarray]
     w.add_uint32("ridge.sink_rows", s.sink_rows)
     w.add_uint32("ridge.tail", s.tail)
     w.add_string("ridge.map_type", s.map_type)
-    if s.kind != "input":
+    if s.kind == "input_lr":
+        w.add_uint32("ridge.rank", len(s.weights[0]["down"]))
+    if s.kv_lengths:
         for part, lengths in zip("kv", zip(*s.kv_lengths, strict=True), strict=True):
             # add_array() would write i32
             w.add_key_value(f"ridge.{part}_length", list(lengths), gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.UINT32)
@@ -147,10 +162,10 @@ def _add_metadata(w: gguf.GGUFWriter, s: Sidecar, tensors: dict[str, np.ndarray]
 
 def _write_gguf(path: Path, s: Sidecar) -> None:
     tensors: dict[str, np.ndarray] = {}
-    for il, weight, bias in zip(range(s.split + 1, s.fingerprint["block_count"]), s.weights, s.biases, strict=True):
-        tensors[f"blk.{il}.ridge.weight"] = weight
+    for il, weights, bias in zip(range(s.split + 1, s.fingerprint["block_count"]), s.weights, s.biases, strict=True):
+        tensors |= {f"blk.{il}.ridge.{name}": data for name, data in weights.items()}
         tensors[f"blk.{il}.ridge.bias"] = np.ascontiguousarray(bias, np.float32)
-    typed = {name: (data, MAP_TYPES[s.map_type] if name.endswith("weight") else None) for name, data in tensors.items()}
+    typed = {name: (data, None if name.endswith("bias") else MAP_TYPES[s.map_type]) for name, data in tensors.items()}
     _write_parts(path, s.fingerprint["architecture"], lambda w: _add_metadata(w, s, tensors), typed)
 
 
@@ -321,8 +336,14 @@ def measured_scores(keys: dict) -> list[dict]:
 
 
 def maps(path: str | os.PathLike, dtype: type = np.float64) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """Weight [d_out, d_in] and bias [d_out] by layer, of a file that inspect() accepts."""
+    """Weight [d_out, d_in] and bias [d_out] by layer, of a file that inspect() accepts.
+
+    The weight of kind input_lr is the whole map, the identity included.
+    """
     inspect(path)
-    data = {t.name: gguf.quants.dequantize(t.data, t.tensor_type).astype(dtype) for t in gguf.GGUFReader(path).tensors}
-    layers = sorted(int(name.split(".")[1]) for name in data if name.endswith("weight"))
-    return {il: (data[f"blk.{il}.ridge.weight"], data[f"blk.{il}.ridge.bias"]) for il in layers}
+    layers: dict[int, dict[str, np.ndarray]] = {}
+    for t in gguf.GGUFReader(path).tensors:
+        _, il, _, part = t.name.split(".")
+        layers.setdefault(int(il), {})[part] = gguf.quants.dequantize(t.data, t.tensor_type).astype(dtype)
+    whole = {il: m["weight"] if "weight" in m else low_rank(m["up"], m["down"]).astype(dtype) for il, m in sorted(layers.items())}
+    return {il: (weight, layers[il]["bias"]) for il, weight in whole.items()}

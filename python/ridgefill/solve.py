@@ -22,6 +22,8 @@ LAMBDAS = tuple(float(x) for x in np.logspace(-4, 0, 13))  # three a decade
 # eigenvalues below this share of the largest are rounding: without a penalty their directions get no weight, which is
 # the solution of least norm
 _RANK_TOLERANCE = 1e-12
+# rows whose squares about their mean are below this share of the squares of the mean differ by the rounding of float32
+_SAME_TOLERANCE = 1e-12
 
 
 @dataclass(frozen=True)
@@ -51,13 +53,18 @@ def check_fit(fit: Moments, heldout: Moments, parts: Callable[[int], Mapping[str
     if heldout.n < 2:
         raise StatisticsError(f"layer {fit.split}: expected held-out rows, found {heldout.n}")
     x_spread = np.trace(fit.xx) - fit.sum_x @ fit.sum_x / fit.n
-    if not x_spread > 0:
+    if not x_spread > _rounding(fit.n, fit.origin_x + fit.sum_x / fit.n):
         raise StatisticsError(f"layer {fit.split}: its input is the same in all {fit.n} fitted rows")
     for il in fit.layers:
         for what, columns in parts(il).items():
             for name, m in (("fitted", fit), ("held-out", heldout)):
-                if not _spread(m, il, columns) > 0:
+                if not _spread(m, il, columns) > _rounding(m.n, (m.origin_y[il] + m.sum_y[il] / m.n)[columns]):
                     raise StatisticsError(f"layer {il}: its {what} is the same in all {m.n} {name} rows")
+
+
+def _rounding(n: int, mean: np.ndarray) -> float:
+    """Sum of squares about the mean that n equal rows of float32 may have."""
+    return _SAME_TOLERANCE * n * float(mean @ mean)
 
 
 def _spread(m: Moments, il: int, columns: slice) -> float:
@@ -84,16 +91,30 @@ class Ridge:
         h, mu = heldout, self.mean_x
         hxx = h.xx - np.outer(h.sum_x, mu) - np.outer(mu, h.sum_x) + h.n * np.outer(mu, mu)
         self.heldout_xx = hxx
-        self._hxx_eig = self.vectors.T @ hxx @ self.vectors
+        self.heldout_xx_eig = self.vectors.T @ hxx @ self.vectors
+
+    def check_rank(self) -> None:
+        """Refuse features that move in few directions only: of text that repeats itself, however long it is.
+
+        Raises StatisticsError naming the split layer when the rows span less than half of the features that vary.
+        """
+        spread = np.diag(self.cov)
+        varying = int(np.count_nonzero(spread > _RANK_TOLERANCE * spread.max()))
+        rank = int(np.count_nonzero(self.values > _RANK_TOLERANCE * self.values[-1]))
+        if 2 * rank < varying:
+            raise StatisticsError(
+                f"layer {self.fit.split}: expected rows that span at least half of its {varying} varying features, found "
+                f"{rank} directions in {self.fit.n} rows: the text repeats itself"
+            )
 
     def _mean_y(self, il: int, columns: slice) -> np.ndarray:
         return self.fit.sum_y[il][columns] / self.fit.n
 
-    def _projected(self, il: int, columns: slice) -> np.ndarray:
+    def projected(self, il: int, columns: slice = ALL) -> np.ndarray:
         """Centred X^T Y of the fitted rows in the eigenbasis, [d_in, d_out]."""
         return self.vectors.T @ (self.fit.xy[il][:, columns] - np.outer(self.fit.sum_x, self._mean_y(il, columns)))
 
-    def _inverse(self, lam: float) -> np.ndarray:
+    def inverse(self, lam: float) -> np.ndarray:
         """1 / (eigenvalue + alpha); 0 where both vanish."""
         denominator = self.values + lam * self.scale
         keep = denominator > _RANK_TOLERANCE * self.values[-1]
@@ -101,13 +122,13 @@ class Ridge:
 
     def weight(self, il: int, lam: float, columns: slice = ALL) -> np.ndarray:
         """A of layer `il` for one lambda, float64 [d_out, d_in]."""
-        return ((self.vectors * self._inverse(lam)) @ self._projected(il, columns)).T
+        return ((self.vectors * self.inverse(lam)) @ self.projected(il, columns)).T
 
     def bias(self, il: int, weight: np.ndarray, columns: slice = ALL) -> np.ndarray:
         """b that makes the map exact for the mean row, whatever rounding `weight` went through."""
         return self.fit.origin_y[il][columns] + self._mean_y(il, columns) - weight @ (self.fit.origin_x + self.mean_x)
 
-    def _heldout_y(self, il: int, columns: slice) -> tuple[np.ndarray, float]:
+    def heldout_y(self, il: int, columns: slice = ALL) -> tuple[np.ndarray, float]:
         """Held-out sums about the fitted means: X^T Y and sum |y|^2."""
         h, mu_x, mu_y = self.heldout, self.mean_x, self._mean_y(il, columns)
         sum_y = h.sum_y[il][columns]
@@ -116,19 +137,19 @@ class Ridge:
 
     def r2_grid(self, il: int, lambdas: tuple[float, ...] = LAMBDAS, columns: slice = ALL) -> np.ndarray:
         """Held-out R^2 of layer `il` for each lambda: 1 - sum|y - y_hat|^2 / sum|y - mean(y)|^2 over all its columns."""
-        g = self._projected(il, columns)
-        hxy, hyy = self._heldout_y(il, columns)
+        g = self.projected(il, columns)
+        hxy, hyy = self.heldout_y(il, columns)
         # with A^T = V D G the squared error is a quadratic form in the diagonal D
         linear = np.einsum("ij,ij->i", g, self.vectors.T @ hxy)
-        quadratic = self._hxx_eig * (g @ g.T)
-        inverse = np.array([self._inverse(lam) for lam in lambdas])
+        quadratic = self.heldout_xx_eig * (g @ g.T)
+        inverse = np.array([self.inverse(lam) for lam in lambdas])
         error = hyy - 2 * inverse @ linear + np.einsum("ki,ki->k", inverse @ quadratic, inverse)
         return 1 - error / _spread(self.heldout, il, columns)
 
     def r2(self, il: int, weight: np.ndarray, bias: np.ndarray, columns: slice = ALL) -> float:
         """Held-out R^2 of a given map of layer `il`, for instance of one as it was rounded for its file."""
         h, mu_y = self.heldout, self._mean_y(il, columns)
-        hxy, hyy = self._heldout_y(il, columns)
+        hxy, hyy = self.heldout_y(il, columns)
         # y - A x - b = (y - mu_y) - A (x - mu_x) - c
         c = bias + weight @ (self.fit.origin_x + self.mean_x) - self.fit.origin_y[il][columns] - mu_y
         sum_residual = (h.sum_y[il][columns] - h.n * mu_y) - weight @ (h.sum_x - h.n * self.mean_x)

@@ -4,11 +4,11 @@ It is written from the papers' definitions and the models' published graphs and 
 neither libllama nor the rest of this package is imported here. It is slow and plain on purpose.
 """
 
-from .fill import EXACT, FILL, IDENTITY, INPUT, KV, KV_PREV, NOFILL, Fill, Maps, load_maps
+from .fill import EXACT, FILL, IDENTITY, INPUT, INPUT_LR, KINDS, KV, KV_PREV, NOFILL, Fill, Maps, load_maps
 from .forward import Result, forward
 from .weights import ReferenceError, Weights
 
 __all__ = [
-    "EXACT", "FILL", "IDENTITY", "INPUT", "KV", "KV_PREV", "NOFILL",
+    "EXACT", "FILL", "IDENTITY", "INPUT", "INPUT_LR", "KINDS", "KV", "KV_PREV", "NOFILL",
     "Fill", "Maps", "ReferenceError", "Result", "Weights", "forward", "load_maps",
 ]  # fmt: skip

@@ -13,7 +13,8 @@ from .weights import ReferenceError
 
 EXACT, IDENTITY, NOFILL, FILL = "exact", "identity", "nofill", "fill"
 MODES = (EXACT, IDENTITY, NOFILL, FILL)
-INPUT, KV, KV_PREV = "input", "kv", "kv_prev"
+INPUT, INPUT_LR, KV, KV_PREV = "input", "input_lr", "kv", "kv_prev"
+KINDS = (INPUT, INPUT_LR, KV, KV_PREV)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,18 +22,22 @@ class Maps:
     """Ridge maps of one kind (docs/SIDECAR.md).
 
     kind    input: A_l x_S + b_l stands in for the input of layer l
+            input_lr: x_S + U_l (V_l^T x_S) + b_l does
             kv: A_l n + b_l stands in for its K and V before norm and rotation, K first; n = x_S over its root mean square
             kv_prev: the same from [n ; n of the row before], 0 at position 0
-    layers  {l: (A_l [d_out, d_in], b_l [d_out])} for l = S+1..L-1
+    layers  {l: (A_l [d_out, d_in], b_l [d_out])} for l = S+1..L-1, of kind input_lr (U_l [d, r], V_l^T [r, d], b_l)
     """
 
     kind: str
-    layers: Mapping[int, tuple[np.ndarray, np.ndarray]]
+    layers: Mapping[int, tuple[np.ndarray, ...]]
 
     def __call__(self, il: int, features: np.ndarray) -> np.ndarray:
         """Prediction [n, d_out] for layer `il` from features [n, d_in]."""
-        a, b = self.layers[il]
-        return features @ a.T + b
+        *matrices, b = self.layers[il]
+        if self.kind == INPUT_LR:
+            u, v = matrices
+            return features + (features @ v.T) @ u.T + b
+        return features @ matrices[0].T + b
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +79,13 @@ class Fill:
         """What is put in place of a filled row; mode identity is a map of inputs that does nothing."""
         return self.maps.kind if self.mode == FILL else INPUT
 
+    @property
+    def predicts_kv(self) -> bool:
+        """Whether K and V are put in place, rather than layer inputs."""
+        return self.kind in (KV, KV_PREV)
+
     def predict(self, il: int, x_split: np.ndarray) -> np.ndarray:
-        """Kind input: stand-in for the input of layer il >= S of rows with split states x_split [n, d]."""
+        """Kinds input and input_lr: stand-in for the input of layer il >= S of rows with split states x_split [n, d]."""
         return x_split if il == self.split or self.mode != FILL else self.maps(il, x_split)
 
 
@@ -88,17 +98,16 @@ def features(kind: str, x_split: np.ndarray, eps: float) -> np.ndarray:
 def load_maps(path: str | os.PathLike) -> Maps:
     """The maps of a sidecar in float64, read with gguf-py alone."""
     reader = gguf.GGUFReader(str(path))
+    kind = reader.fields["ridge.kind"].contents() if "ridge.kind" in reader.fields else "none"
+    if kind not in KINDS:
+        raise ReferenceError(f"{path}: kind: expected one of {', '.join(KINDS)}, found {kind}")
     tensors = {t.name: t for t in reader.tensors}
-    layers = {}
-    for name, t in tensors.items():
-        if not name.endswith(".ridge.weight"):
-            continue
-        il = int(name.split(".")[1])
-        bias = tensors[f"blk.{il}.ridge.bias"]
-        layers[il] = tuple(gguf.dequantize(x.data, x.tensor_type).astype(np.float64) for x in (t, bias))
-    if not layers:
-        raise ReferenceError(f"{path}: expected tensors blk.N.ridge.weight, found none")
-    kind = reader.fields["ridge.kind"].contents()
-    if kind not in (INPUT, KV, KV_PREV):
-        raise ReferenceError(f"{path}: kind: expected input, kv or kv_prev, found {kind}")
-    return Maps(kind, layers)
+    names = ("up", "down", "bias") if kind == INPUT_LR else ("weight", "bias")
+
+    def read(name: str) -> np.ndarray:
+        if name not in tensors:
+            raise ReferenceError(f"{path}: expected tensor {name}, found none")
+        return gguf.dequantize(tensors[name].data, tensors[name].tensor_type).astype(np.float64)
+
+    layers = range(reader.fields["ridge.split"].contents() + 1, reader.fields["ridge.block_count"].contents())
+    return Maps(kind, {il: tuple(read(f"blk.{il}.ridge.{name}") for name in names) for il in layers})

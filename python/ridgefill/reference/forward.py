@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .fill import INPUT, NOFILL, Fill, features
+from .fill import NOFILL, Fill, features
 from .rope import rotate
 from .weights import Weights
 
@@ -52,7 +52,7 @@ def forward(weights: Weights, tokens: Sequence[int], fill: Fill = Fill()) -> Res
             if fill.mode == NOFILL:
                 visible = ~filled
                 inputs[filled] = np.nan
-            elif fill.kind != INPUT and il > fill.split:
+            elif fill.predicts_kv and il > fill.split:
                 inputs[filled] = np.nan
                 predicted = fill.maps(il, features(fill.kind, x_split, h.eps)[filled])
             else:
