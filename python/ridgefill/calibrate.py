@@ -249,16 +249,6 @@ class Calibration:
                 p.look_at_file(self._sums_bytes(p))
             self._stack = stack.pop_all()
 
-    def _attention(self, mapped: range) -> Attention:
-        """What scoring reads of the model, checked before the work."""
-        try:
-            attention = Attention(self.file)
-            for il in mapped:
-                attention.check(il)
-            return attention
-        except RidgefillError as e:
-            raise RidgefillError(f"the maps could not be scored: {e}; --no-score leaves that out") from e
-
     def _sums_paths(self, groups: list[list[int]]) -> list[Path | None]:
         """Files of sums by pass, if any: each pass and each process has one of its own."""
         mine = [f"{self.shard}of{self.n_shards}"] if self.ranks else []
@@ -276,6 +266,16 @@ class Calibration:
                 done=dict(header.done),
             )
         return Pass(layers, header, store)
+
+    def _attention(self, mapped: range) -> Attention:
+        """What scoring reads of the model, checked before the work."""
+        try:
+            attention = Attention(self.file)
+            for il in mapped:
+                attention.check(il)
+            return attention
+        except RidgefillError as e:
+            raise RidgefillError(f"the maps could not be scored: {e}; --no-score leaves that out") from e
 
     def _of_this_shard(self, fitted: list[Chunk], heldout: list[Chunk]) -> dict[str, list[Chunk]]:
         """Chunks by part. Raises TextError when nothing is left to fit."""
@@ -501,7 +501,6 @@ class Calibration:
             left = ", ".join(r.path for r in results[len(out) :])
             raise Stopped(f"stopped while scoring; the maps are written, without scores in {left}: see `ridgefill score`") from None
         return out
-
 
 
 def calibrate(config: Config, report: Report = no_report) -> list[Result]:

@@ -25,12 +25,11 @@ DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 
 # architecture of a GGUF: model types of transformers with these very layers, whose parts have the names used below
 MODEL_TYPES = {
-    "llama": ("llama", "mistral", "mixtral"),
+    "llama": ("llama", "mistral"),
     "qwen2": ("qwen2",),
     "qwen3": ("qwen3",),
     "qwen3moe": ("qwen3_moe",),
     "mistral3": ("ministral3",),
-    "minimax-m2": ("minimax_m2",),
 }
 
 
