@@ -323,6 +323,23 @@ def test_a_model_that_does_not_state_its_file_type(model, tmp_path):
 def poisoned(model: str, out: Path, name: str, value: float, whole: bool = False) -> str:
     """A copy of a model in which one number of one tensor, or each of them, is `value`."""
     t = next(t for t in gguf.GGUFReader(model).tensors if t.name == name)
+    data, n = bytearray(Path(model).read_bytes()), t.n_elements if whole else 1
+    data[t.data_offset : t.data_offset + 4 * n] = np.float32(value).tobytes() * n
+    out.write_bytes(data)
+    return str(out)
+
+
+def test_field_report_33_activations_that_are_not_finite_are_refused_by_layer(model, corpus, tmp_path):
+    bad = poisoned(model, tmp_path / "nan.gguf", "blk.2.ffn_down.weight", np.nan)
+    for kind in ("input", "kv"):
+        with pytest.raises(StatisticsError, match=r"layer 3: expected finite activations, found nan in row \d+, channel 0"):
+            cal.calibrate(config(bad, corpus, tmp_path / "m.gguf", kinds=[kind]))
+    worse = poisoned(model, tmp_path / "huge.gguf", "blk.4.attn_k.weight", np.inf)
+    with pytest.raises(StatisticsError, match=r"layer 4: expected finite activations"):
+        cal.calibrate(config(worse, corpus, tmp_path / "m.gguf", kinds=["kv"]))
+    assert not (tmp_path / "m.gguf").exists()
+
+
 def test_field_report_33_statistics_that_are_empty_or_of_low_rank_are_refused_by_layer(model, corpus, tmp_path):
     def refusal(model=model, corpus=corpus, **kw) -> str:
         with pytest.raises(StatisticsError) as e:
@@ -345,23 +362,6 @@ def test_field_report_33_statistics_that_are_empty_or_of_low_rank_are_refused_by
     assert re.match(r"layer 2: its input is the same in all \d+ fitted rows", refusal(model=still))
     silent = poisoned(model, tmp_path / "silent.gguf", "blk.4.attn_v.weight", 0.0, whole=True)
     assert re.match(r"layer 4: its v is the same in all \d+ fitted rows", refusal(model=silent, kinds=["kv"]))
-    assert not (tmp_path / "m.gguf").exists()
-
-
-    data, n = bytearray(Path(model).read_bytes()), t.n_elements if whole else 1
-    data[t.data_offset : t.data_offset + 4 * n] = np.float32(value).tobytes() * n
-    out.write_bytes(data)
-    return str(out)
-
-
-def test_field_report_33_activations_that_are_not_finite_are_refused_by_layer(model, corpus, tmp_path):
-    bad = poisoned(model, tmp_path / "nan.gguf", "blk.2.ffn_down.weight", np.nan)
-    for kind in ("input", "kv"):
-        with pytest.raises(StatisticsError, match=r"layer 3: expected finite activations, found nan in row \d+, channel 0"):
-            cal.calibrate(config(bad, corpus, tmp_path / "m.gguf", kinds=[kind]))
-    worse = poisoned(model, tmp_path / "huge.gguf", "blk.4.attn_k.weight", np.inf)
-    with pytest.raises(StatisticsError, match=r"layer 4: expected finite activations"):
-        cal.calibrate(config(worse, corpus, tmp_path / "m.gguf", kinds=["kv"]))
     assert not (tmp_path / "m.gguf").exists()
 
 

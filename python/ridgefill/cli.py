@@ -30,8 +30,8 @@ MapType = Annotated[str, typer.Option(help="f32, f16, q8_0, q4_1 or q4_0")]
 Tail = Annotated[int, typer.Option(help="recommended tail to record, rows")]
 Lambdas = Annotated[list[float] | None, typer.Option("--lambda", help="scale-free penalty to try; may be given several times [default: 13 from 1e-4 to 1]")]
 PrevShare = Annotated[float, typer.Option(min=0, max=1, help="kind kv_prev: weight of the regression with the row before in the maps of K, the rest is kind kv's; below 1 numbers are copied more faithfully, at a higher loss")]
-OUT = "sidecar to write; {split} and {kind} in it stand for the split and the kind, else with several NAME.gguf becomes NAME.s19.kv.gguf"
 Rank = Annotated[int, typer.Option(help="kind input_lr: rank of what its maps add to the state at the split")]
+OUT = "sidecar to write; {split} and {kind} in it stand for the split and the kind, else with several NAME.gguf becomes NAME.s19.kv.gguf"
 
 
 @calibrate_app.command(epilog=EPILOG)
@@ -62,8 +62,8 @@ def calibrate(
     shard: Annotated[str, typer.Option(help="i/n: only make the sums of the i-th of n shares of the text; then `ridgefill merge` and `ridgefill solve`")] = "",
     lam: Lambdas = None,
     prev_share: PrevShare = 1.0,
-    force: Force = False,
     rank: Rank = 128,
+    force: Force = False,
     served: Annotated[str, typer.Option("--for", help="GGUF that the maps are for, where {model} is a checkpoint, or a copy of the file at higher precision, which many CPUs run faster; the weights are compared")] = "",
     no_score: Annotated[bool, typer.Option("--no-score", help="do not judge the written maps on held-out text, which takes a pass over at most 16,384 tokens of it")] = False,
     with_card: Annotated[bool, typer.Option("--card", help="write a model card beside each sidecar: see `ridgefill card`")] = False,
