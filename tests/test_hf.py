@@ -167,11 +167,14 @@ def gguf_sums(model, corpus, folder: Path) -> Path:
     "name, change, message",
     [
         ("norm of one layer, one channel, by the least step of bf16",
-         lambda t: t["model.layers.3.input_layernorm.weight"][5].mul_(1 + 2**-7), "blk.3.attn_norm.weight differs"),
-        ("last norm", lambda t: t["model.norm.weight"].add_(0.01), "output_norm.weight differs"),
-        ("feed-forward norm", lambda t: t["model.layers.0.post_attention_layernorm.weight"].mul_(1.1), "blk.0.ffn_norm.weight differs"),
+         lambda t: t["model.layers.3.input_layernorm.weight"][5].mul_(1 + 2**-7), "blk.3.attn_norm differs"),
+        ("last norm", lambda t: t["model.norm.weight"].add_(0.01), "output_norm differs"),
+        ("feed-forward norm", lambda t: t["model.layers.0.post_attention_layernorm.weight"].mul_(1.1), "blk.0.ffn_norm differs"),
         ("V of one layer", lambda t: t["model.layers.4.self_attn.v_proj.weight"].mul_(1.03),
-         r"V of layer 4: expected within 0.0\d+ of its norm as Q8_0 allows, found 0.03"),
+         r"blk.4.attn_v: expected within 0.0\d+ of its norm as Q8_0 allows, found 0.03"),
+        ("the feed-forward of one layer, by a matrix of rank 1",
+         lambda t: t["model.layers.2.mlp.down_proj.weight"].add_(0.03 * t["model.norm.weight"][:, None]),
+         r"blk.2.ffn_down: expected within 0.0\d+ of its norm as Q8_0 allows, found 0.\d+"),
         ("weights that are not there", lambda t: t.pop("model.layers.1.mlp.up_proj.weight"),
          "expected weights for the whole model, found none for layers.1.mlp.up_proj.weight"),
     ],
@@ -181,6 +184,18 @@ def test_a_fine_tune_is_refused(pico_model, checkpoint, tmp_path, name, change, 
         Checkpoint(str(checkpoint), served, dtype="bf16")  # the model itself passes, rounded twice
         with pytest.raises(CheckpointError, match=message):
             Checkpoint(changed(checkpoint, tmp_path / "c", change), served, dtype="bf16")
+
+
+@needs_transformers
+def test_a_fine_tune_of_experts_is_refused(pico_model, checkpoint_of, tmp_path):
+    path = str(pico_model("qwen3moe", **SHAPE))
+
+    def change(tensors):
+        for name in [n for n in tensors if "layers.1.mlp.experts" in n and "down_proj" in n]:
+            tensors[name].mul_(1.001)
+
+    with lib.Model(path) as served, pytest.raises(CheckpointError, match="blk.1.ffn_down_exps: expected within 2e-05 of its norm as F32"):
+        Checkpoint(changed(checkpoint_of(path), tmp_path / "c", change), served)
 
 
 @needs_transformers

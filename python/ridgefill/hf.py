@@ -19,7 +19,6 @@ from .capture import Chunk
 from .errors import RidgefillError
 from .lib import Model
 from .model_file import ModelFile
-from .projections import Projections
 
 DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 
@@ -31,6 +30,17 @@ MODEL_TYPES = {
     "qwen3moe": ("qwen3_moe",),
     "mistral3": ("ministral3",),
 }
+
+# what is compared of a layer, by names of the GGUF and of transformers; matrices whose rows stand in the same order in both
+NORMS = {"attn_norm": "input_layernorm.weight", "ffn_norm": "post_attention_layernorm.weight"}
+MATRICES = {
+    "attn_v": "self_attn.v_proj.weight",
+    "attn_output": "self_attn.o_proj.weight",
+    "ffn_up": "mlp.up_proj.weight",
+    "ffn_down": "mlp.down_proj.weight",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}
+ROWS = 256  # of a matrix: a fine-tune changes all of them, and large models take long to dequantise
 
 
 class CheckpointError(RidgefillError):
@@ -88,7 +98,7 @@ class Checkpoint:
         if missing := sorted(info["missing_keys"]):
             raise CheckpointError(f"{name}: expected weights for the whole model, found none for {', '.join(missing[:4])}")
         self._decoder = model.get_decoder().eval()
-        self._check_weights(Projections(served.path))
+        self._check_weights()
         self._decoder.to(self.device)
 
     def _check_device(self) -> None:
@@ -116,34 +126,41 @@ class Checkpoint:
     # the same model as the GGUF?
     #
 
-    def _check_weights(self, projections: Projections) -> None:
-        """Compare the norms and V projections of every layer: norms are never quantised, and V as far as its type allows."""
-        self._check_norm("output_norm.weight", self._decoder.norm.weight)
+    def _check_weights(self) -> None:
+        """Compare the norms, which are never quantised, and the first rows of matrices, as far as their types allow."""
+        self._check_norm("output_norm", self._decoder.norm.weight)
         for il, layer in enumerate(self._decoder.layers):
-            self._check_norm(f"blk.{il}.attn_norm.weight", layer.input_layernorm.weight)
-            self._check_norm(f"blk.{il}.ffn_norm.weight", layer.post_attention_layernorm.weight)
-            n_k, _ = projections.widths(il)
-            tensors = self._file.tensors
-            stored = tensors.get(f"blk.{il}.attn_v.weight") or tensors[f"blk.{il}.attn_qkv.weight"]
-            self._check_v(il, layer.self_attn.v_proj.weight, projections.layer(il).weight[n_k:], stored.tensor_type)
+            parameters = dict(layer.named_parameters())
+            for there, here in NORMS.items():
+                self._check_norm(f"blk.{il}.{there}", parameters[here])
+            # dense layers have some of the matrices, layers with experts have others
+            there = {t: h for t, h in MATRICES.items() if f"blk.{il}.{t}.weight" in self._file.tensors and h in parameters}
+            if not there:
+                raise self._refusal(f"layer {il}: expected some of {', '.join(MATRICES)} in both, found none")
+            for name, here in there.items():
+                self._check_matrix(f"blk.{il}.{name}", parameters[here])
 
     def _refusal(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self.name} is not the model of the GGUF that the maps are for, perhaps a relative: {what}")
 
     def _check_norm(self, name: str, found) -> None:
-        expected = self._torch.from_numpy(self._file.required(name).copy()).to(found.dtype)
+        expected = self._torch.from_numpy(self._file.required(f"{name}.weight").copy()).to(found.dtype)
         if expected.shape != found.shape or not self._torch.equal(expected, found.detach()):
             raise self._refusal(f"{name} differs")
 
-    def _check_v(self, il: int, found, expected: np.ndarray, kind: gguf.GGMLQuantizationType) -> None:
-        found = found.detach().float().numpy()
-        if found.shape != expected.shape:
-            raise self._refusal(f"V of layer {il}: expected {expected.shape}, found {found.shape}")
+    def _check_matrix(self, name: str, found) -> None:
+        stored = self._file.tensors[f"{name}.weight"]
+        kind, shape = stored.tensor_type, tuple(int(n) for n in reversed(stored.shape))
+        if shape != tuple(found.shape):
+            raise self._refusal(f"{name}: expected {shape}, found {tuple(found.shape)}")
+        rows = stored.data.reshape(-1, stored.data.shape[-1])[:ROWS]
+        expected, scale = gguf.dequantize(rows, kind), self._file.tensor(f"{name}.scale")
+        expected = expected if scale is None else expected * scale.flat[0]
+        found = found.detach().reshape(-1, shape[-1])[:ROWS].float().numpy()
         error = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
         allowed = rounding(kind) + rounding(_GGML[self.dtype])
         if not error <= allowed:
-            expected_error = f"within {allowed:.2g} of its norm as {kind.name} allows"
-            raise self._refusal(f"V of layer {il}: expected {expected_error}, found {error:.2g}")
+            raise self._refusal(f"{name}: expected within {allowed:.2g} of its norm as {kind.name} allows, found {error:.2g}")
 
     def sha256(self) -> str:
         """Over the values of all parameters, in their dtype."""
