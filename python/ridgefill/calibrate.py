@@ -158,7 +158,7 @@ def _check_model(config: Config, model: Model) -> None:
         raise RidgeError(f"{model.path} cannot be filled: {reason}")
 
 
-def _check(config: Config, n_ranks: int) -> None:
+def _check(config: Config, n_processes: int) -> None:
     if not 0 <= config.sink < config.ctx:
         raise RidgefillError(f"sink rows: expected 0 to {config.ctx - 1}, found {config.sink}")
     if config.row_stride < 1:
@@ -173,8 +173,9 @@ def _check(config: Config, n_ranks: int) -> None:
         raise RidgefillError("a shard needs a file for its sums")
     if bool(config.shard) == bool(config.out):
         raise RidgefillError("expected a file for the sidecar or a shard, which makes none, found both or neither")
-    if config.shard and n_ranks > 1:
-        raise RidgefillError(f"shard: expected none under torchrun, whose {n_ranks} processes share the text, found {config.shard}")
+    if config.shard and n_processes > 1:
+        why = f"under torchrun, whose {n_processes} processes share the text"
+        raise RidgefillError(f"shard: expected none {why}, found {config.shard}")
 
 
 def _model_file(config: Config, from_checkpoint: bool) -> str:
@@ -210,18 +211,15 @@ class Calibration:
     def __init__(self, config: Config, warn: Callable[[str], None] = lambda line: None):
         self.config = config
         self.started = time.monotonic()
-        self.rank, n_ranks = of_torchrun()
-        self.shard, self.n_shards = (self.rank + 1, n_ranks) if n_ranks > 1 else config.shard_of()
-        self.solves = bool(config.out) and self.rank == 0  # and writes
+        process, n_processes = of_torchrun()
+        self.shard, self.n_shards = (process + 1, n_processes) if n_processes > 1 else config.shard_of()
+        self.solves = bool(config.out) and process == 0  # and writes
         self._estimated = False
         config.wanted().check()
-        _check(config, n_ranks)
-        from_checkpoint = is_checkpoint(config.model)
+        _check(config, n_processes)
         with ExitStack() as stack:
-            self.ranks = stack.enter_context(Ranks()) if n_ranks > 1 else None
-            self.file = _model_file(config, from_checkpoint)
-            self.model = stack.enter_context(Model(self.file, n_gpu_layers=config.gpu_layers))
-            _check_model(config, self.model)
+            self.ranks = stack.enter_context(Ranks()) if n_processes > 1 else None
+            self._open_model(stack)
             mapped = range(min(config.splits) + 1, self.model.n_layer)
             groups = layer_groups(mapped, config.layers_per_pass)
             stores = [stack.enter_context(Store(p)) if p else None for p in self._sums_paths(groups)]
@@ -229,25 +227,34 @@ class Calibration:
             resumes = any(store and store.path.exists() for store in stores)
             for split, kind in config.wanted().files() if config.out else []:
                 sidecar.check_writable(config.out_path(split, kind), config.force or resumes)
-            # a sixth of what a data set gives is held out, and documents differ in length
-            limit = Limit(3 * config.n_tokens // 2, lambda text: len(self.model.tokenize(text)))
-            documents = read_documents(config.text, limit)
-            given = read_documents(config.evaluation_text) if config.evaluation_text else []
             self.families = families(config.kinds, self.file, self.model.n_embd, mapped)
-            self.checkpoint = None
-            if from_checkpoint:
-                self.checkpoint = Checkpoint(config.model, self.model, config.dtype, config.device, config.threads)
             self.attention = self._attention(mapped) if config.score and self.solves else None
-            # what the map type cannot hold should not show after an hour of work
-            config.wanted().check_widths(self.model.n_embd)
-            evaluation = evaluation_documents(documents, given)
-            self.prepared = prepare(self.model, documents, evaluation, config.cutting(), warn)
-            self.chunks = self._of_this_shard(self.prepared.fit, self.prepared.heldout)
-            self.header = self._header(n_evaluation=len(evaluation) if given else 0)
+            n_evaluation = self._prepare_text(warn)
+            self.header = self._header(n_evaluation)
             self.passes = [self._pass(group, store, len(groups)) for group, store in zip(groups, stores, strict=True)]
             for p in self.passes:
                 p.look_at_file(self._sums_bytes(p))
             self._stack = stack.pop_all()
+
+    def _open_model(self, stack: ExitStack) -> None:
+        c, from_checkpoint = self.config, is_checkpoint(self.config.model)
+        self.file = _model_file(c, from_checkpoint)
+        self.model = stack.enter_context(Model(self.file, n_gpu_layers=c.gpu_layers))
+        _check_model(c, self.model)
+        # what the map type cannot hold should not show after an hour of work
+        c.wanted().check_widths(self.model.n_embd)
+        self.checkpoint = Checkpoint(c.model, self.model, c.dtype, c.device, c.threads) if from_checkpoint else None
+
+    def _prepare_text(self, warn: Callable[[str], None]) -> int:
+        """Read, part and cut; the number of documents for evaluation that were given, and that the text was compared with."""
+        # a sixth of what a data set gives is held out, and documents differ in length
+        limit = Limit(3 * self.config.n_tokens // 2, lambda text: len(self.model.tokenize(text)))
+        documents = read_documents(self.config.text, limit)
+        given = read_documents(self.config.evaluation_text) if self.config.evaluation_text else []
+        evaluation = evaluation_documents(documents, given)
+        self.prepared = prepare(self.model, documents, evaluation, self.config.cutting(), warn)
+        self.chunks = self._of_this_shard(self.prepared.fit, self.prepared.heldout)
+        return len(evaluation) if given else 0
 
     def _sums_paths(self, groups: list[list[int]]) -> list[Path | None]:
         """Files of sums by pass, if any: each pass and each process has one of its own."""
