@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import gguf
@@ -42,6 +43,19 @@ def corpus(tmp_path_factory) -> Path:
         entries.append({"file": f"{i}.txt", "source": f"book {i}", "licence": "CC0-1.0", "partition": partition})
     (folder / "sources.json").write_text(json.dumps(entries))
     return folder
+
+
+def inputs_by_hand(model_path: str, documents, layers) -> Iterator[dict[int, np.ndarray]]:
+    """Inputs [n, d] of layers of each chunk from position 0, float64: captured here, not by what is tested."""
+    with lib.Model(model_path) as m, lib.Context(m, CTX, n_threads=1) as ctx:
+        ctx.capture(layers)
+        for d in documents:
+            tokens = m.tokenize(d.text)
+            for at in range(0, len(tokens), CTX):
+                if len(piece := tokens[at : at + CTX]) > SINK:
+                    ctx.clear()
+                    ctx.decode(piece)
+                    yield {il: ctx.layer_inputs(il).astype(np.float64) for il in layers}
 
 
 def config(model, corpus, out, **kw) -> cal.Config:

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 import sidecar_files
-from calibrate_pico import CTX, SINK, WORDS, arguments, config, corpus, keys_of, library, model  # noqa: F401  (fixtures too)
+from calibrate_pico import CTX, SINK, WORDS, arguments, config, corpus, inputs_by_hand, keys_of, library, model  # noqa: F401  (fixtures too)
 from ridgefill import calibrate as cal
 from ridgefill import cli, lib, native, sidecar
 from ridgefill.errors import OutputExists, RidgefillError, StatisticsError, TextError
@@ -30,19 +30,9 @@ def fitted(model, corpus, tmp_path_factory):
 
 
 def layer_inputs(model_path: str, documents, layers) -> dict[int, np.ndarray]:
-    """Rows of every document without sink rows, float64: captured here document by document, not by what is tested."""
-    rows: dict[int, list] = {il: [] for il in layers}
-    with lib.Model(model_path) as m, lib.Context(m, CTX, n_threads=1) as ctx:
-        ctx.capture(layers)
-        for d in documents:
-            tokens = m.tokenize(d.text)
-            for at in range(0, len(tokens), CTX):
-                if len(piece := tokens[at : at + CTX]) > SINK:
-                    ctx.clear()
-                    ctx.decode(piece)
-                    for il in layers:
-                        rows[il].append(ctx.layer_inputs(il)[SINK:].astype(np.float64))
-    return {il: np.concatenate(r) for il, r in rows.items()}
+    """Rows of every document without sink rows, float64."""
+    chunks = list(inputs_by_hand(model_path, documents, layers))
+    return {il: np.concatenate([inputs[il][SINK:] for inputs in chunks]) for il in layers}
 
 
 def solution(x: np.ndarray, y: np.ndarray, lam: float) -> tuple[np.ndarray, np.ndarray]:
@@ -95,17 +85,10 @@ def normalised(x: np.ndarray) -> np.ndarray:
 def features_by_hand(model_path: str, documents, kind: str, split: int) -> np.ndarray:
     """As the contract has it, chunk by chunk: the row before the first fitted one is the last sink row."""
     out = []
-    with lib.Model(model_path) as m, lib.Context(m, CTX, n_threads=1) as ctx:
-        ctx.capture([split])
-        for d in documents:
-            tokens = m.tokenize(d.text)
-            for at in range(0, len(tokens), CTX):
-                if len(piece := tokens[at : at + CTX]) > SINK:
-                    ctx.clear()
-                    ctx.decode(piece)
-                    n = normalised(ctx.layer_inputs(split).astype(np.float64))
-                    own, before = n[SINK:], n[SINK - 1 : -1]
-                    out.append(own if kind == "kv" else np.hstack([own, before]))
+    for inputs in inputs_by_hand(model_path, documents, [split]):
+        n = normalised(inputs[split])
+        own, before = n[SINK:], n[SINK - 1 : -1]
+        out.append(own if kind == "kv" else np.hstack([own, before]))
     return np.concatenate(out)
 
 

@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 import pico
-from calibrate_pico import CTX, SHAPE, SINK, arguments, config, corpus, hashes, keys_of, library, model, words  # noqa: F401
+from calibrate_pico import SHAPE, SINK, arguments, config, corpus, hashes, inputs_by_hand, keys_of, library, model, words  # noqa: F401
 from ridgefill import calibrate as cal
 from ridgefill import cli, lib, passes, sums_file
 from ridgefill.errors import OutputExists, StatisticsError
@@ -454,16 +454,7 @@ def test_numpy_reads_the_sums(model, corpus, tmp_path):
     with cal.Calibration(c) as run:
         run.run()
         documents = run.prepared.selection.heldout
-    rows = []
-    with lib.Model(model) as m, lib.Context(m, CTX, n_threads=1) as ctx:
-        ctx.capture([2])
-        for d in documents:
-            tokens = m.tokenize(d.text)
-            for at in range(0, len(tokens), CTX):
-                ctx.clear()
-                ctx.decode(tokens[at : at + CTX])
-                rows.append(ctx.layer_inputs(2)[SINK:].astype(np.float64))
-    x = np.concatenate(rows)
+    x = np.concatenate([inputs[2][SINK:] for inputs in inputs_by_hand(model, documents, [2])])
     with np.load(c.sums) as z:
         assert z["input/heldout/2/n"] == len(x)
         about = x - z["input/heldout/2/origin_x"]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import pico
-from calibrate_pico import CTX, SHAPE, SINK, arguments, config, corpus, keys_of, library, model, words  # noqa: F401
+from calibrate_pico import SHAPE, SINK, arguments, config, corpus, inputs_by_hand, keys_of, library, model, words  # noqa: F401
 from ridgefill import calibrate as cal
 from ridgefill import cli, lib, sidecar
 from ridgefill.capture import as_conversation, in_share
@@ -284,16 +284,9 @@ def test_row_stride_takes_every_nth_row(model, corpus, tmp_path):
         (result,) = run.run()
         documents = run.prepared.selection.fit
     rows = []
-    with lib.Model(model) as m, lib.Context(m, CTX, n_threads=1) as ctx:
-        ctx.capture([2])
-        for d in documents:
-            tokens = m.tokenize(d.text)
-            for at in range(0, len(tokens), CTX):
-                ctx.clear()
-                ctx.decode(tokens[at : at + CTX])
-                x = ctx.layer_inputs(2).astype(np.float64)
-                n = x / np.sqrt((x**2).mean(1, keepdims=True) + 1e-5)
-                rows += [np.concatenate([n[t], n[t - 1]]) for t in range(SINK, len(x), 3)]
+    for inputs in inputs_by_hand(model, documents, [2]):
+        n = inputs[2] / np.sqrt((inputs[2] ** 2).mean(1, keepdims=True) + 1e-5)
+        rows += [np.concatenate([n[t], n[t - 1]]) for t in range(SINK, len(n), 3)]
     rows = np.array(rows)
     assert result.n_tokens == len(rows)
     with np.load(tmp_path / "s.npz") as z:

@@ -18,10 +18,13 @@ def test_tables_are_those_of_the_results():
     assert readme_tables.render(text, ROOT) == text, "run scripts/readme_tables.py"
 
 
+SHORT = """{"settings": {"model": "m.gguf"}, "results": {"pairs": 20, "prompts_per_pair": 5, "n_tokens": 400,
+"slowdown": 0.001, "low_95": -0.002, "high_95": 0.004}}"""
+
+
 def test_a_changed_figure_is_seen(tmp_path):
     (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "bench-short.json").write_text(
-        '{"results": {"pairs": 20, "n_tokens": 400, "slowdown": 0.001, "low_95": -0.002, "high_95": 0.004}}')
+    (tmp_path / "results" / "bench-short.json").write_text(SHORT)
     text = "<!-- results/bench-short.json -->\nanything\n<!-- end -->"
     once = readme_tables.render(text, tmp_path)
     assert "+0.10 % CPU time" in once and "[-0.20, +0.40] %" in once
@@ -33,9 +36,8 @@ def test_todo_becomes_a_table_when_measured(tmp_path):
     text = "TODO: results/bench-short.json\n"
     assert readme_tables.render(text, tmp_path) == text
     (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "bench-short.json").write_text(
-        '{"results": {"pairs": 20, "n_tokens": 400, "slowdown": 0.001, "low_95": -0.002, "high_95": 0.004}}')
-    assert readme_tables.render(text, tmp_path).startswith("<!-- results/bench-short.json -->\n20 pairs")
+    (tmp_path / "results" / "bench-short.json").write_text(SHORT)
+    assert readme_tables.render(text, tmp_path).startswith("<!-- results/bench-short.json -->\nm.gguf, 20 pairs of 5 prompts of 400 tokens")
 
 
 def test_missing_result_is_named(tmp_path):

@@ -17,6 +17,7 @@ import typer
 
 from .commands import card, inspect, score, verify
 from .commands.common import AsJson, Force, errors_for_people, mib, score_table, stdout
+from .commands.tune import tune
 from .progress import duration, progress, stderr
 
 EPILOG = __doc__.split("\n\n", 1)[1]
@@ -84,8 +85,7 @@ def calibrate(
             seed=seed, n_tokens=n_tokens, heldout_documents=heldout_documents, ctx=ctx, threads=threads, gpu_layers=gpu_layers,
             force=force, prev_share=prev_share, rank=rank, served=served, lambdas=tuple(lam or LAMBDAS), sums=sums, save_every=save_every,
             shard=shard, row_stride=row_stride, chat_share=chat_share, evaluation_text=evaluation_text or [], overlap=overlap,
-            score=not no_score,
-            layers_per_pass=layers_per_pass, dtype=dtype, device=device,
+            score=not no_score, layers_per_pass=layers_per_pass, dtype=dtype, device=device,
         )  # fmt: skip
         quiet = json_output or c.of_torchrun()[0] > 0  # the first process speaks for all
         say = (lambda line: None) if quiet else lambda line: stderr.print(line, soft_wrap=True, highlight=False)
@@ -163,7 +163,7 @@ def _print_result(r) -> None:
     stdout.print(f"mean held-out R² {means} over {r.n_heldout_tokens:,} rows; {r.seconds:.0f} s")
 
 
-for command in (inspect.inspect, score.score, verify.verify, card.card):
+for command in (inspect.inspect, score.score, verify.verify, card.card, tune):
     app.command()(command)
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .errors import RidgefillError
 from .projections import Projections, rms_normalise
 
 KINDS = ("input", "input_lr", "kv", "kv_prev")
@@ -103,10 +102,8 @@ Targets = InputTargets | KvTargets
 def families(kinds: list[str], model_path: str, n_embd: int, layers: range) -> list[tuple[Targets, list[str]]]:
     """Targets whose sums serve the kinds beside them. `layers` are the mapped ones.
 
-    Raises RidgefillError for an unknown kind, and for a model whose projections cannot be computed.
+    Raises RidgefillError for a model whose projections cannot be computed. `kinds` have been checked (fit.Wanted).
     """
-    if not kinds or len(set(kinds)) != len(kinds) or any(k not in KINDS for k in kinds):
-        raise RidgefillError(f"kinds: expected some of {', '.join(KINDS)}, each once, found {', '.join(kinds) or 'none'}")
     out: list[tuple[Targets, list[str]]] = []
     if inputs := [k for k in kinds if k in ("input", "input_lr")]:
         out.append((InputTargets(n_embd), inputs))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -22,13 +23,15 @@ import numpy as np
 from . import calibrate, fit, lib, sidecar, sums_file
 from .cost import Cost, Recipe
 from .errors import RidgefillError, TextError
-from .evaluation import Arm, Engine, facts, loss, report, texts
+from .evaluation import Arm, Engine, EvaluationError, facts, loss, report, texts
 from .evaluation.journal import Journal
 from .fit import Report, no_report
 from .splice import Splicer, splice
 from .text import Document
 
-KEY_SHARE = 0.1  # a layer carries recall when filling its keys alone loses at least this share of the facts
+KEY_SHARE = 0.5  # a layer carries recall when filling its keys alone loses at least this share of the facts
+N_DEPTHS = 8  # at which facts are planted in turn
+TRIES = 4  # seeds drawn for each fact: text with very long words leaves prompts too short
 
 
 @dataclass
@@ -182,8 +185,15 @@ class Tuner:
             fitting += [d] if n_tokens >= c.probe_rows else []
         if not fitting:
             raise TextError(f"held-out text: expected a document with at least {c.probe_rows} tokens of sentences, found none")
-        seed = c.calibration.seed
-        return facts.make_items(self.model, fitting, kind, n, seed, c.probe_rows, c.probe_tail, self._sink)
+        items = []
+        for i in range(TRIES * n):
+            if len(items) < n:
+                depth, seed = (len(items) % N_DEPTHS + 0.5) / N_DEPTHS, 10_000 * c.calibration.seed + i
+                with suppress(EvaluationError):
+                    items.append(facts.make_item(self.model, fitting, kind, seed, c.probe_rows, c.probe_tail, depth, self._sink))
+        if len(items) < n:
+            raise TextError(f"held-out text: expected room for {n} facts of {kind}, found it for {len(items)}: give more running text")
+        return items
 
     def _windows(self, documents: Sequence[Document]) -> list[texts.Window]:
         c = self.config
