@@ -1,9 +1,10 @@
 """The commands `ridgefill-calibrate` and `ridgefill`.
 
-Exit codes: 0 done; 1 a value out of range, or a fault of ours; 2 wrong usage; 3 the native library refused or is missing;
-4 text that cannot be used; 5 activations that cannot be fitted; 6 a file exists already; 7 not a sidecar, or a damaged one;
-8 sums of something else, unfinished, damaged or in use; 9 documents share text; 10 a file cannot be read or written (full
-disk, no permission); 11 maps that a model fails to verify; 130 stopped.
+Exit codes: 0 done; 1 a value out of range, or a fault of ours; 2 wrong usage; 3 the native library refused or is
+missing, or a checkpoint cannot be used; 4 text that cannot be used; 5 activations that cannot be fitted; 6 a file
+exists already; 7 not a sidecar, or a damaged one; 8 sums of something else, unfinished, damaged or in use; 9 documents
+share text; 10 a file cannot be read or written (full disk, no permission); 11 maps that a model fails to verify; 130
+stopped.
 """
 
 from __future__ import annotations
