@@ -74,8 +74,8 @@ def test_layers_that_carry_recall():
 
 def test_splits_begin_with_the_highest_layer_that_carries_recall(tuner):
     tuner.model.n_layer = 30
-    assert tuner._splits(critical_layers(splices({16: 0.5, 17: 1.0, 18: 0.0, 19: 1.0}))) == [18, 19, 20, 21]
-    assert tuner._splits(critical_layers(splices({16: 1.0, 17: 1.0}))) == [16, 17, 18, 19]
+    assert tuner._splits(critical_layers(splices({16: 0.5, 17: 1.0, 18: 0.0, 19: 1.0}))) == [18, 19, 20]
+    assert tuner._splits(critical_layers(splices({16: 1.0, 17: 1.0}))) == [16, 17, 18]
     tuner.model.n_layer = 20
     assert tuner._splits(critical_layers(splices({17: 1.0, 18: 0.0}))) == [18]
 

@@ -30,6 +30,7 @@ from .splice import Splicer, splice
 from .text import Document
 
 KEY_SHARE = 0.5  # a layer carries recall when filling its keys alone loses at least this share of the facts
+N_SPLITS = 3  # measured, from the highest layer that carries recall on
 N_DEPTHS = 8  # at which facts are planted in turn
 TRIES = 4  # seeds drawn for each fact: text with very long words leaves prompts too short
 
@@ -50,7 +51,8 @@ class Config:
     probe_rows: int = 768
     probe_tail: int = 96
     windows: int = 6  # for the loss
-    window_prefix: int = 1536
+    window_prefix: int = 2048
+    window_tail: int = 256  # at most: a longer one is served at a lower loss
     window_scored: int = 128
 
     def measured(self) -> dict:
@@ -254,7 +256,7 @@ class Tuner:
         """Those to be measured: the highest layer that carries recall and the next ones, or the lowest ones that were looked at."""
         carrying = [row["layer"] for row in layers if row["carries"]]
         first = carrying[-1] if carrying else layers[0]["layer"]
-        return [s for s in range(first, first + 4) if 1 <= s <= self.model.n_layer - 2]
+        return [s for s in range(first, first + N_SPLITS) if 1 <= s <= self.model.n_layer - 2]
 
     def _recall(self, engine: Engine, recipes: Sequence[tuple[int, str]], items: Sequence, kind: str) -> dict[str, np.ndarray]:
         """Hits by arm."""
@@ -263,14 +265,18 @@ class Tuner:
         records = self._each(f"facts of {kind}", items, journal, lambda i: [facts.ask(engine, a, i) for a in arms])
         return {name: np.array([r["hit"] for r in rows]) for name, rows in report.by_arm(records, "seed").items()}
 
-    def _loss(self, engine: Engine, recipes: Sequence[tuple[int, str]], windows: Sequence, tail: int) -> dict[str, dict]:
-        """Summary by arm, with this tail."""
-        arms = [Arm("exact"), Arm("cut"), *(Arm("fill", split, kind=k) for split, k in recipes)]
-        journal = self._journal(f"loss-{tail}", arms=[a.name for a in arms], maps=[m.hash for m in engine.maps.values()], tail=tail)
-        records = self._each(f"loss, tail {tail}", windows, journal, lambda w: loss.score_window(engine, arms, w, tail))
+    def _loss(self, engine: Engine, recipes: Sequence[tuple[int, str]], windows: Sequence) -> dict[str, dict]:
+        """Summary by arm."""
+        arms, tail = [Arm("exact"), Arm("cut"), *(Arm("fill", split, kind=k) for split, k in recipes)], self._window_tail
+        journal = self._journal("loss", arms=[a.name for a in arms], maps=[m.hash for m in engine.maps.values()], tail=tail)
+        records = self._each("loss", windows, journal, lambda w: loss.score_window(engine, arms, w, tail))
         if not any(r["n_key"] for r in records):  # short windows may hold no token that needs more than the tail
             records = [r | {"n_key": None} for r in records]
         return report.summarise_loss(records)
+
+    @property
+    def _window_tail(self) -> int:
+        return min(self.config.window_tail, *self.config.tails)
 
     def _measure(self, splits: list[int], documents: Sequence[Document]) -> tuple[list[Candidate], int, dict[str, int]]:
         """Candidates, the number of facts that exact recalls, and the facts of words with the recipe that is best."""
@@ -300,12 +306,10 @@ class Tuner:
         """Loss of the recipes that keep recall; where none does, of the one that comes closest."""
         best = max(c.recall for c in found)
         kept = [c for c in found if c.recall >= min(self.config.min_recall, best)]
-        for tail in self.config.tails:
-            of = [c for c in kept if c.tail == tail]
-            summary = self._loss(engine, [(c.split, c.kind) for c in of], windows, tail)
-            for c in of:
-                s = summary[Arm("fill", c.split, kind=c.kind).name]
-                c.loss, c.key_loss = s["over_exact"]["value"], (s["key_over_exact"] or {}).get("value")
+        summary = self._loss(engine, list(dict.fromkeys((c.split, c.kind) for c in kept)), windows)
+        for c in kept:
+            s = summary[Arm("fill", c.split, kind=c.kind).name]
+            c.loss, c.key_loss = s["over_exact"]["value"], (s["key_over_exact"] or {}).get("value")
 
     def keeps(self, c: Candidate) -> bool:
         """Whether a candidate is within both limits."""
