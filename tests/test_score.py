@@ -260,6 +260,7 @@ def values(n: int, **changed) -> dict:
 SELFTEST = {
     "ridge.selftest.tokens": list(range(40)),
     "ridge.selftest.tail": 8,
+    "ridge.selftest.file_type": 7,
     "ridge.selftest.top_tokens": list(range(10)),
     "ridge.selftest.top_logits": [0.25] * 10,
 }
@@ -322,6 +323,7 @@ def test_keys_are_documented_as_optional_with_their_types(plain, tmp_path):
         ("ridge.score.sources", None, "ridge.score.sources"),
         ("ridge.selftest.tail", 40, "key 'ridge.selftest.tail' is 40, expected less than the 40 tokens"),
         ("ridge.selftest.tail", None, "ridge.selftest.tail"),
+        ("ridge.selftest.file_type", None, "ridge.selftest.file_type"),
         ("ridge.selftest.top_tokens", [1] * 9, "key 'ridge.selftest.top_tokens' holds 9 tokens, expected 5 for each of some of the last 8 rows"),
         ("ridge.selftest.top_tokens", [1] * 45, "holds 45 tokens"),
         ("ridge.selftest.top_logits", [0.5] * 9, "key 'ridge.selftest.top_logits' holds 9 numbers, expected 10: one per token"),

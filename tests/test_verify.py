@@ -43,6 +43,7 @@ def test_maps_pass_on_their_own_model(kind, made, model):  # noqa: F811
     test = found["selftest"]
     assert test["passed"] and test["difference"] < 1e-5 and test["same_first"] == test["n_rows"] == verify.N_ROWS
     assert test["n_filled"] == CTX - verify.TAIL - SINK
+    assert test["tolerance"] == verify.TOLERANCE and test["same_file_type"]
 
 
 def test_what_the_selftest_holds_is_what_a_filled_prompt_gives(made, model):  # noqa: F811
@@ -72,6 +73,7 @@ def test_another_quantisation_runs_with_a_warning_and_passes(made, model, tmp_pa
     found = json.loads(run(made["input"], path, "--json").stdout)
     assert [f["name"] for f in found["fields"] if not f["matches"]] == ["file type"]
     assert 1e-4 < found["selftest"]["difference"] < verify.TOLERANCE
+    assert not found["selftest"]["same_file_type"]
 
 
 def test_a_fine_tune_differs_in_its_anchors(made, model, tmp_path):  # noqa: F811

@@ -244,6 +244,7 @@ static void check_selftest(const ridge_gguf & gguf) {
     const size_t n_tokens = gguf.get_u32s("ridge.selftest.tokens").size();
     const size_t n_tail   = read_i32(gguf, "ridge.selftest.tail", 1, INT32_MAX);
     const size_t n        = gguf.get_u32s("ridge.selftest.top_tokens").size();
+    gguf.get_u32("ridge.selftest.file_type");
     const std::vector<float> logits = gguf.get_f32s("ridge.selftest.top_logits");
     if (n_tail >= n_tokens) {
         throw ridge_error(ridge_format("key 'ridge.selftest.tail' is %zu, expected less than the %zu tokens", n_tail, n_tokens));

@@ -43,6 +43,7 @@ SCORE_KEYS = {
 SELFTEST_KEYS = {
     "ridge.selftest.tokens": (_U32, True),
     "ridge.selftest.tail": (_U32, False),
+    "ridge.selftest.file_type": (_U32, False),
     "ridge.selftest.top_tokens": (_U32, True),
     "ridge.selftest.top_logits": (_F32, True),
 }

@@ -40,10 +40,10 @@ def verify(
         if refusal:
             raise v.VerifyError(refusal)
         if test and not test.passed:
-            raise v.VerifyError(
-                f"the self-test failed: logits differ by {test.difference:.3f}, expected at most {test.tolerance:g}: "
-                "the model or the library fills otherwise than the one that made these maps"
-            )
+            why = "the model or the library fills otherwise than those that it was made with"
+            if not test.same_file_type:
+                why += "; where weights were rounded anew, and coarsely, that is to be expected"
+            raise v.VerifyError(f"the self-test failed: logits differ by {test.difference:.3f}, expected at most {test.tolerance:g}: {why}")
 
 
 def _short(value: object) -> str:
