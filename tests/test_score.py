@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import shutil
@@ -431,6 +432,24 @@ def test_score_command_refuses_before_it_changes_the_file(model, corpus, plain, 
     assert "found 0 and 1" in refusal(4, path, model, text=short)
     assert "no such file" in refusal(7, tmp_path / "none.gguf", model)
     assert "it is a model of architecture" in refusal(7, model, model)
+
+
+def test_a_full_disk_and_a_read_only_folder_leave_the_file_as_it_was(model, corpus, plain, tmp_path, monkeypatch):  # noqa: F811
+    path = shutil.copy(plain, tmp_path / "m.gguf")
+    before, args = sha256(path), ["score", str(path), model, "--text", str(corpus), "--threads", "1"]
+
+    def full(path, header_end):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as m:
+        m.setattr(sidecar, "_seal", full)
+        refused = runner.invoke(cli.app, args)
+    assert (refused.exit_code, refused.stderr.splitlines()[-1]) == (10, "error: No space left on device")
+    monkeypatch.setattr(sidecar.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(score, "Context", lambda *a, **kw: pytest.fail("found after the work"))
+    refused = runner.invoke(cli.app, args)
+    assert (refused.exit_code, refused.stderr) == (10, f"error: {tmp_path}: no files can be written there\n")
+    assert sha256(path) == before and [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
 
 
 def test_an_architecture_without_support_is_refused_before_the_work(model, corpus, tmp_path, monkeypatch):  # noqa: F811
