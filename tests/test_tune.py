@@ -66,7 +66,7 @@ def splices(hits: dict[int, float]) -> list[dict]:
 
 
 def test_layers_that_carry_recall():
-    rows = critical_layers(splices({16: 1.0, 17: 0.9, 18: 0.0, 19: 1.0}))
+    rows = critical_layers(splices({16: 1.0, 17: 0.5, 18: 0.0, 19: 0.6}))
     assert [(r["layer"], r["carries"]) for r in rows] == [(16, False), (17, True), (18, True), (19, False)]
     assert rows[2]["filled keys"] == {"hits": 0.0, "log_prob": pytest.approx(-4.0)}
     assert rows[2]["exact keys"]["log_prob"] == pytest.approx(0.5)
