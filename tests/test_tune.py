@@ -93,7 +93,9 @@ def test_cost_counts_the_matrices_of_the_file(model):  # noqa: F811
     upper = len(kept) * per_layer + 2 * width * sum(p + 1 for p in kept)
     fill = 76 * (n_embd * kv + (n_layer - 3) * 2 * n_embd * kv)
     assert cost.filled(n, r) == cost.exact(n) * 2 / n_layer + (n_layer - 2) * upper + fill
-    assert cost.filled(n, dataclasses.replace(r, kind="kv")) < cost.filled(n, r)
+    by_kind = {kind: cost.filled(n, dataclasses.replace(r, kind=kind, rank=8)) for kind in ("kv", "kv_prev", "input", "input_lr")}
+    assert by_kind["kv"] < by_kind["kv_prev"] and by_kind["kv"] < by_kind["input_lr"] < by_kind["input"]
+    assert by_kind["input_lr"] - by_kind["kv"] == 76 * (n_layer - 3) * n_embd * 2 * 8
 
 
 def test_a_noop_layer_changes_nothing_but_the_depth(model, tmp_path):  # noqa: F811

@@ -12,12 +12,13 @@ from .model_file import ModelFile
 
 @dataclass(frozen=True)
 class Recipe:
-    """How prompts are filled: split layer S, kind of maps, tail T and sink rows."""
+    """How prompts are filled: split layer S, kind of maps, tail T, sink rows, and the rank of maps of kind input_lr."""
 
     split: int
     kind: str
     tail: int
     sink: int = 4
+    rank: int = 128
 
 
 class Cost:
@@ -45,11 +46,11 @@ class Cost:
             if name.startswith("blk.") and len(t.shape) > 1
         ) / self.n_layer
 
-    def _map(self, kind: str) -> int:
+    def _map(self, r: Recipe) -> int:
         """Multiply-adds of one filled row in one layer above the split."""
-        if kind == "input":
-            return self.n_embd * (self.n_embd + self._n_kv)
-        return (2 if kind == "kv_prev" else 1) * self.n_embd * self._n_kv
+        if r.kind in ("input", "input_lr"):  # the layer's own projections follow
+            return self.n_embd * ((self.n_embd if r.kind == "input" else 2 * r.rank) + self._n_kv)
+        return (2 if r.kind == "kv_prev" else 1) * self.n_embd * self._n_kv
 
     def _rows(self, positions: np.ndarray) -> float:
         """Of these rows in one layer."""
@@ -64,5 +65,5 @@ class Cost:
         rows = np.arange(n)
         kept = (rows < r.sink) | (rows >= n - r.tail)
         n_filled, above = int((~kept).sum()), self.n_layer - r.split
-        fill = self.n_embd * self._n_kv + (above - 1) * self._map(r.kind)
+        fill = self.n_embd * self._n_kv + (above - 1) * self._map(r)
         return r.split * self._rows(rows) + above * self._rows(rows[kept]) + n_filled * fill

@@ -291,7 +291,7 @@ class Tuner:
             for split, kind in recipes:
                 both = int((hits[Arm("fill", split, kind=kind).name] & exact).sum())
                 for tail in c.tails:
-                    share = cost.filled(c.n_prompt, Recipe(split, kind, tail, self._sink)) / cost.exact(c.n_prompt)
+                    share = cost.filled(c.n_prompt, Recipe(split, kind, tail, self._sink, c.calibration.rank)) / cost.exact(c.n_prompt)
                     found.append(Candidate(split, kind, tail, share, both / max(1, int(exact.sum())), both))
             self._add_loss(engine, found, self._windows(documents))
             chosen = self.choose(found)
