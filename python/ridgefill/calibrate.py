@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from . import score, sidecar, verify
+from . import score, sidecar
 from .attention import Attention
 from .capture import Chunk, activations
 from .errors import RidgeError, RidgefillError
@@ -490,9 +490,7 @@ class Calibration:
     def _score(self, results: list[Result], report: Report) -> list[Result]:
         """Judge the files that were written and put scores and self-test into them. Raises Stopped on Ctrl-C."""
         pieces, served = score.pieces(self.prepared.heldout, self.config.sink), self.config.served
-        documents = [self.prepared.selection.heldout[i] for i in sorted({p.document for p in pieces})]
-        longest = max(pieces, key=lambda p: len(p.tokens)).tokens
-        n, n_threads, out = sum(len(p.tokens) for p in pieces), self.config.threads, []
+        n, out = sum(len(p.tokens) for p in pieces), []
         try:
             with Model(served) if served and not self.checkpoint else nullcontext(self.model) as model:
                 for i, r in enumerate(results):
@@ -500,9 +498,8 @@ class Calibration:
                     def of_all(stage: str, done: int, total: int, i: int = i) -> None:
                         report(stage, i * n + done, len(results) * n)
 
-                    found = score.score(self.model, r.path, pieces, n_threads, report=of_all)
-                    selftest = verify.selftest_keys(model, r.path, longest, n_threads)
-                    sidecar.amend(r.path, found.keys(documents) | selftest)
+                    heldout, n_threads = self.prepared.selection.heldout, self.config.threads
+                    found, _, _ = score.judge(self.model, r.path, pieces, heldout, n_threads, model, of_all)
                     out.append(replace(r, scores=found.values, seconds=time.monotonic() - self.started))
         except KeyboardInterrupt:
             left = ", ".join(r.path for r in results[len(out) :])

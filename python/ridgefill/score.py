@@ -21,7 +21,7 @@ from itertools import zip_longest
 
 import numpy as np
 
-from . import sidecar
+from . import sidecar, verify
 from .attention import Attention
 from .capture import Chunk, activations, chunks, select
 from .errors import StatisticsError, TextError
@@ -232,6 +232,28 @@ def score(
         done += len(piece.tokens)
         report("score", done, total)
     return scorer.scores()
+
+
+def judge(
+    model: Model,
+    path: str | os.PathLike,
+    piece_list: Sequence[Chunk],
+    documents: Sequence[Document],
+    n_threads: int = 2,
+    served: Model | None = None,
+    report: Report = no_report,
+) -> tuple[Scores, list[Document], bool]:
+    """Put scores and a self-test into the file `path`; pieces are of `documents`, the self-test of `served` (default: `model`).
+
+    Returns the scores, the documents that they are of, and whether the text was long enough for a self-test. Raises what
+    score() does.
+    """
+    found = score(model, path, piece_list, n_threads, report=report)
+    longest = max(piece_list, key=lambda p: len(p.tokens)).tokens
+    selftest = verify.selftest_keys(served or model, path, longest, n_threads)
+    used = [documents[i] for i in sorted({p.document for p in piece_list})]
+    sidecar.amend(path, found.keys(used) | selftest)
+    return found, used, bool(selftest)
 
 
 def _inputs(model: Model, piece_list: Sequence[Chunk], split: int, n_threads: int) -> Iterator[dict[int, np.ndarray]]:

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
-from . import calibrate, fit, lib, sidecar, sums_file
+from . import calibrate, fit, lib, score, sidecar, sums_file
 from .cost import Cost, Recipe
 from .errors import RidgefillError, TextError
 from .evaluation import Arm, Engine, EvaluationError, facts, loss, report, texts
@@ -30,6 +31,7 @@ from .splice import Splicer, splice
 from .text import Document
 
 KEY_SHARE = 0.5  # a layer carries recall when filling its keys alone loses at least this share of the facts
+SCORE_TOKENS = 8192  # of held-out text, for the scores of the chosen maps
 N_SPLITS = 3  # measured, from the highest layer that carries recall on
 N_DEPTHS = 8  # at which facts are planted in turn
 TRIES = 4  # seeds drawn for each fact: text with very long words leaves prompts too short
@@ -164,7 +166,7 @@ class Tuner:
         with calibrate.Calibration(c, self.say) as run:
             plan = run.plan()
             self.say(f"maps of splits {', '.join(map(str, splits))}, kinds {', '.join(kinds)}: {plan.n_tokens:,} tokens to fit")
-            run.run(lambda stage, done, total: self.report(f"{name} {stage}", done, total))
+            run.run(self._reporter(name))
             return run.prepared.selection.heldout
 
     def _path(self, name: str, split: int, kind: str) -> Path:
@@ -321,15 +323,22 @@ class Tuner:
             return min(within, key=lambda c: c.cost)
         return min((c for c in found if c.loss is not None), key=lambda c: c.loss)
 
-    def _write(self, chosen: Candidate) -> None:
-        """The sidecar of the chosen recipe, solved from the sums."""
+    def _write(self, chosen: Candidate, documents: Sequence[Document]) -> None:
+        """The sidecar of the chosen recipe, solved from the sums, with scores on the held-out documents and a self-test."""
         c = self.config.calibration
         wanted = fit.Wanted(
             out=str(self.out), splits=[chosen.split], kinds=[chosen.kind], map_type=c.map_type, tail=chosen.tail,
-            lambdas=c.lambdas, prev_share=c.prev_share, force=c.force,
+            lambdas=c.lambdas, prev_share=c.prev_share, rank=c.rank, force=c.force,
         )  # fmt: skip
         with sums_file.Reader(self.work / "maps.sums.npz") as reader:
-            fit.solve(wanted, reader.header, reader.sums(), lambda stage, done, total: self.report(f"write {stage}", done, total))
+            fit.solve(wanted, reader.header, reader.sums(), self._reporter("write"))
+        pieces = score.document_pieces(self.model, documents, self._sink, SCORE_TOKENS)
+        with lib.Model(c.served) if c.served else nullcontext(self.model) as served, threadpool_limits(c.threads):
+            score.judge(self.model, self.out, pieces, documents, c.threads, served, self._reporter("write"))
+
+    def _reporter(self, name: str) -> Report:
+        """A Report whose stages bear this name too."""
+        return lambda stage, done, total: self.report(f"{name} {stage}", done, total)
 
     def run(self) -> Tuned:
         """Everything. Raises RidgefillError where it cannot be done; what was measured until then is kept."""
@@ -341,7 +350,7 @@ class Tuner:
         found, n_exact, words = self._measure(splits, documents)
         chosen = self.choose(found)
         mark_pareto(found)
-        self._write(chosen)
+        self._write(chosen, documents)
         critical = carrying[-1] if carrying else -1
         return Tuned(str(self.out), critical, layers, found, chosen, n_exact, words, self.keeps(chosen))
 

@@ -25,7 +25,7 @@ def score(
         from threadpoolctl import threadpool_limits
 
         from .. import score as s
-        from .. import sidecar, verify
+        from .. import sidecar
         from ..lib import Model
         from ..text import read_documents
 
@@ -35,14 +35,11 @@ def score(
         documents = documents if unseen else s.unseen(documents, keys)
         with Model(model) as m, threadpool_limits(threads), progress(json_output) as report:
             pieces = s.document_pieces(m, documents, keys["ridge.sink_rows"], n_tokens)
-            found = s.score(m, file, pieces, threads, report=report)
-            selftest = verify.selftest_keys(m, file, max(pieces, key=lambda p: len(p.tokens)).tokens, threads)
-        used = [documents[i] for i in sorted({p.document for p in pieces})]
-        sidecar.amend(file, found.keys(used) | selftest)
+            found, used, selftest = s.judge(m, file, pieces, documents, threads, report=report)
         keys = sidecar.inspect(file)["keys"]
     if json_output:
         record = {"path": file, "layers": found.layers, "n_tokens": found.n_tokens, "n_documents": len(used)}
-        print(json.dumps({**record, "scores": found.values, "means": found.means, "selftest": bool(selftest)}, indent=1))
+        print(json.dumps({**record, "scores": found.values, "means": found.means, "selftest": selftest}, indent=1))
         return
     say(f"{file}: {found.n_tokens:,} rows of {len(used)} documents")
     stdout.print(score_table(sidecar.measured_scores(keys)))
