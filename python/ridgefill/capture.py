@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from .errors import TextError
 from .lib import Context, Model
 from .text import Document
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,15 @@ def chunks(
         if left <= n_sink:
             break
     return out
+
+
+def in_turns(items: Iterable[T], group: Callable[[T], object]) -> list[T]:
+    """The first item of every group, then the second of every one, and so on; within a turn in the order of `items`."""
+    turns, seen = [], {}
+    for item in items:
+        seen[group(item)] = turn = seen.get(group(item), -1) + 1
+        turns.append((turn, item))
+    return [item for _, item in sorted(turns, key=lambda t: t[0])]
 
 
 def activations(ctx: Context, chunk_list: Iterable[Chunk], layers: list[int]) -> Iterator[dict[int, np.ndarray]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from .capture import Chunk, Selection, Tokens, chunks, in_share, select
+from .capture import Chunk, Selection, Tokens, chunks, in_share, in_turns, select
 from .errors import TextError
 from .lib import Model
 from .overlap import N, Overlap, overlaps
@@ -78,12 +78,8 @@ def _cut(selection: Selection, tokens: Tokens, how: Cutting) -> tuple[list[Chunk
 
 def _some(chunk_list: list[Chunk], n_tokens: int) -> list[Chunk]:
     """Chunks of at least `n_tokens` in all (0: all of them), from as many documents as possible."""
-    turns, seen = [], {}
-    for chunk in chunk_list:
-        seen[chunk.document] = turn = seen.get(chunk.document, -1) + 1
-        turns.append((turn, chunk))
     taken, left = [], n_tokens or float("inf")
-    for _, chunk in sorted(turns, key=lambda t: t[0]):
+    for chunk in in_turns(chunk_list, lambda c: c.document):
         if left > 0:
             taken.append(chunk)
             left -= len(chunk.tokens)

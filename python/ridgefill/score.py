@@ -17,13 +17,12 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import zip_longest
 
 import numpy as np
 
 from . import sidecar, verify
 from .attention import Attention
-from .capture import Chunk, activations, chunks, select
+from .capture import Chunk, activations, chunks, in_turns, select
 from .errors import StatisticsError, TextError
 from .fit import Report, no_report
 from .kinds import InputTargets, KvTargets
@@ -171,14 +170,9 @@ def pieces(chunk_list: Sequence[Chunk], sink: int, n_tokens: int = N_TOKENS) -> 
     """Pieces of at most LENGTH tokens, the first of every document, then the second of every one, and so on, until there are
     n_tokens (0: all).
     """
-    of_document: dict[int, list[Chunk]] = {}
-    for chunk in chunk_list:
-        for at in range(0, len(chunk.tokens), LENGTH):
-            piece = Chunk(chunk.tokens[at : at + LENGTH], chunk.document)
-            if len(piece.tokens) > sink:
-                of_document.setdefault(chunk.document, []).append(piece)
+    cut = (Chunk(c.tokens[at : at + LENGTH], c.document) for c in chunk_list for at in range(0, len(c.tokens), LENGTH))
     out, total = [], 0
-    for piece in (p for rank in zip_longest(*of_document.values()) for p in rank if p):
+    for piece in in_turns((p for p in cut if len(p.tokens) > sink), lambda p: p.document):
         if n_tokens and total >= n_tokens:
             break
         out.append(piece)

@@ -212,7 +212,7 @@ class Tuner:
     # stages
     #
 
-    def _splices(self, base: int) -> tuple[list[dict], list[Document]]:
+    def _splices(self, base: int) -> list[dict]:
         """Records of all splices above split `base`."""
         c = self.config
         name = f"base{base}"
@@ -230,7 +230,7 @@ class Tuner:
                 f"recall: the exact model gives none of {len(items)} planted facts, so no split can be told from another; "
                 "tune another model, or give a split to ridgefill-calibrate"
             )
-        return records, documents
+        return records
 
     def _each(self, stage: str, items: Sequence, journal: Journal, run: Callable) -> list[dict]:
         """Records of all items, those in the journal taken from it."""
@@ -244,14 +244,13 @@ class Tuner:
             self.report(stage, i + 1, len(items))
         return records
 
-    def _find_critical(self) -> tuple[list[dict], list[Document]]:
-        """Splices above a split in the middle, or deeper where its fill loses no fact."""
+    def _find_critical(self) -> list[dict]:
+        """By layer, splices above a split in the middle, or deeper where its fill loses no fact."""
         base = self.model.n_layer // 2
         while True:
-            records, documents = self._splices(base)
-            layers = critical_layers(records)
+            layers = critical_layers(self._splices(base))
             if base <= 2 or any(row["carries"] for row in layers):
-                return layers, documents
+                return layers
             base = base // 2
 
     def _splits(self, layers: list[dict]) -> list[int]:
@@ -280,8 +279,8 @@ class Tuner:
     def _window_tail(self) -> int:
         return min(self.config.window_tail, *self.config.tails)
 
-    def _measure(self, splits: list[int], documents: Sequence[Document]) -> tuple[list[Candidate], int, dict[str, int]]:
-        """Candidates, the number of facts that exact recalls, and the facts of words with the recipe that is best."""
+    def _measure(self, splits: list[int], documents: Sequence[Document]) -> tuple[list[Candidate], Candidate, int, dict[str, int]]:
+        """Candidates, the chosen one, the number of facts that exact recalls, and the facts of words with the chosen recipe."""
         c = self.config
         cost = Cost(c.calibration.model)
         recipes = [(s, k) for s in splits for k in c.kinds]
@@ -302,7 +301,7 @@ class Tuner:
             m.close()
         filled = words[Arm("fill", chosen.split, kind=chosen.kind).name]
         counts = {"asked": c.probes, "exact": int(words["exact"].sum()), "filled": int((filled & words["exact"]).sum())}
-        return found, int(exact.sum()), counts
+        return found, chosen, int(exact.sum()), counts
 
     def _add_loss(self, engine: Engine, found: list[Candidate], windows: Sequence) -> None:
         """Loss of the recipes that keep recall; where none does, of the one that comes closest."""
@@ -326,10 +325,7 @@ class Tuner:
     def _write(self, chosen: Candidate, documents: Sequence[Document]) -> None:
         """The sidecar of the chosen recipe, solved from the sums, with scores on the held-out documents and a self-test."""
         c = self.config.calibration
-        wanted = fit.Wanted(
-            out=str(self.out), splits=[chosen.split], kinds=[chosen.kind], map_type=c.map_type, tail=chosen.tail,
-            lambdas=c.lambdas, prev_share=c.prev_share, rank=c.rank, force=c.force,
-        )  # fmt: skip
+        wanted = replace(c, splits=[chosen.split], kinds=[chosen.kind], tail=chosen.tail).wanted()
         with sums_file.Reader(self.work / "maps.sums.npz") as reader:
             fit.solve(wanted, reader.header, reader.sums(), self._reporter("write"))
         pieces = score.document_pieces(self.model, documents, self._sink, SCORE_TOKENS)
@@ -342,13 +338,12 @@ class Tuner:
 
     def run(self) -> Tuned:
         """Everything. Raises RidgefillError where it cannot be done; what was measured until then is kept."""
-        layers, _ = self._find_critical()
+        layers = self._find_critical()
         carrying = [row["layer"] for row in layers if row["carries"]]
         splits = self._splits(layers)
         self.say(f"keys that carry recall: {'layer ' + ', '.join(map(str, carrying)) if carrying else 'of no single layer'}")
         documents = self._calibrate("maps", splits, self.config.kinds, self.config.calibration.n_tokens)
-        found, n_exact, words = self._measure(splits, documents)
-        chosen = self.choose(found)
+        found, chosen, n_exact, words = self._measure(splits, documents)
         mark_pareto(found)
         self._write(chosen, documents)
         critical = carrying[-1] if carrying else -1

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..capture import in_turns
 from ..text import PARTITIONS, Document, read_documents
 from .errors import EvaluationError
 
@@ -41,11 +42,7 @@ def spread(docs: Sequence[Document], n: int) -> list[Document]:
     """
     if n > len(docs):
         raise EvaluationError(f"expected at least {n} documents, found {len(docs)}")
-    turns, seen = [], {}
-    for d in docs:
-        seen[d.source] = turn = seen.get(d.source, -1) + 1
-        turns.append((turn, d))
-    return [d for _, d in sorted(turns, key=lambda t: t[0])[:n]]
+    return in_turns(docs, lambda d: d.source)[:n]
 
 
 @dataclasses.dataclass(frozen=True)
