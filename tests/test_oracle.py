@@ -6,7 +6,6 @@ Flash attention is off where the bound is tight, because upstream rounds an f32 
 
 from __future__ import annotations
 
-import subprocess
 
 import gguf
 import numpy as np
@@ -317,15 +316,10 @@ def test_a_layers_own_projections_as_kv_map_are_mode_identity(pico_model):
 
 
 @pytest.fixture(scope="module")
-def smollm2_case(smollm2, patched_lib, tmp_path_factory):
+def smollm2_case(smollm2, smollm2_f32, tmp_path_factory):
     """SmolLM2: the engine runs it dequantised to f32, the oracle reads the shipped file."""
-    folder = tmp_path_factory.mktemp("smollm2")
-    f32 = folder / "smollm2-f32.gguf"
-    p = subprocess.run(
-        [patched_lib / "llama-quantize", "--allow-requantize", smollm2, f32, "F32"], capture_output=True, text=True, check=False
-    )
-    assert p.returncode == 0, p.stderr
-    with lib.Model(f32) as model:
+    folder = tmp_path_factory.mktemp("smollm2-maps")
+    with lib.Model(smollm2_f32) as model:
         maps = {kind: write_maps(model, folder / f"{kind}.gguf", 19, seed=7, kind=kind) for kind in ref.KINDS}
         text = " ".join(f"Line {i}: the harbour master wrote {i * 37 % 101} names in the book." for i in range(40))
         yield model, ref.Weights(smollm2), maps, model.tokenize(text)[:N_ROWS_SMOLLM2]
