@@ -145,6 +145,7 @@ def test_perplexity_over_filled_rows_differs(perplexity, mode):
 def test_perplexity_says_what_is_scored(perplexity):
     last = perplexity("fill").ridge[-1]
     assert "only exact rows are scored" in last and "second half of each chunk" in last
+    assert "ran exactly" not in last
 
 
 def test_perplexity_rows_flag_makes_rows_exact(perplexity):
