@@ -14,13 +14,9 @@ from collections.abc import Callable
 import gguf
 import numpy as np
 
-ARCHS = ("llama", "qwen2", "qwen3", "qwen3moe", "mistral3")
+from ridgefill.pico.recipes import CHAT_TEMPLATE, SPECIAL
 
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+ARCHS = ("llama", "qwen2", "qwen3", "qwen3moe", "mistral3")
 
 # merges in the order a trained BPE would apply them; words of two and three merges, so that pieces differ in length
 _PAIRS = "t h;th e;Ġ the;i n;in g;a n;an d;Ġ and;o u;e r;r e;o n;Ġ a;Ġ s;Ġ w;o r;e n;a t;i s;Ġ is;Ġ c;Ġ f;Ġ o;Ġo f;i t".split(";")
