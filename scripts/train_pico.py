@@ -64,15 +64,17 @@ def write_model(trainer, docs, out: Path, text: Path, n: int) -> None:
     shutil.copy(trainer.folder / "log.json", out / "log.json")
     n_parameters = sum(t.numel() for t in state.values())
     cpu = machine()["cpu"] if trainer.device == "cpu" else trainer.device
-    (out / "README.md").write_text(card.write(trainer.name, trainer.recipe, n_parameters, trainer.seed, trainer.at, docs, kl, found, cpu))
+    page = card.write(trainer.name, trainer.recipe, n_parameters, trainer.seed, trainer.at, docs, kl, found, cpu)
+    (out / "README.md").write_text(page)
     for f in found:
-        stderr.print(f"{f['n_tokens']:,} tokens, {f['task']}: {f['value']:.3f} [{f['low']:.3f}, {f['high']:.3f}] of {f['n']}", highlight=False)
+        interval = f"{f['value']:.3f} [{f['low']:.3f}, {f['high']:.3f}]"
+        stderr.print(f"{f['n_tokens']:,} tokens, {f['task']}: {interval} of {f['n']}", highlight=False)
     stderr.print(f"mean KL of the library to transformers {kl.mean_kl:.1e}; {out}", highlight=False)
 
 
 def main(
     model: Annotated[str, typer.Argument(help="pico-llama, pico-qwen3-s or pico-qwen3-l")],
-    out: Annotated[Path, typer.Option(help="the family's folder: tokenizer.json and a folder for each model")] = ROOT / "models" / "pico",
+    out: Annotated[Path, typer.Option(help="folder of tokenizer.json and of a folder for each model")] = ROOT / "models" / "pico",
     work: Annotated[Path, typer.Option(help="states and logs of runs")] = ROOT / "out" / "pico",
     text: Annotated[Path, typer.Option(help="of scripts/fetch_text.sh")] = ROOT / "out" / "text",
     seed: Annotated[int, typer.Option()] = 0,
@@ -80,6 +82,7 @@ def main(
     export: Annotated[bool, typer.Option("--export", help="write the model although its training is not done")] = False,
     items: Annotated[int, typer.Option(help="prompts for each task and length of the recall")] = 200,
     threads: Annotated[int, typer.Option()] = 1,
+    fast: Annotated[bool, typer.Option(help="compile the layers; needs a C++ compiler and changes the last bits")] = True,
     fresh: Annotated[bool, typer.Option("--fresh", help="forget an earlier run")] = False,
 ) -> None:
     try:
@@ -87,12 +90,13 @@ def main(
         from ridgefill.pico import data, train
         from ridgefill.pico.recipes import STAGES
     except ImportError as e:
-        raise RidgefillError(f"training needs torch, transformers and tokenizers, of which {e.name} is missing: pip install -e '.[hf]'") from e
+        what = f"training needs torch, transformers and tokenizers, of which {e.name} is missing"
+        raise RidgefillError(f"{what}: pip install -e '.[hf]'") from e
     torch.set_num_threads(threads)
     docs = texts.documents(text, "calibration")
     tokenizer = family_tokenizer(out / "tokenizer.json", docs)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    trainer = train.Trainer(model, tokenizer, data.Corpus(tokenizer, docs, STAGES[-1].n_tokens), work / model, seed, device)
+    trainer = train.Trainer(model, tokenizer, data.Corpus(tokenizer, docs, STAGES[-1].n_tokens), work / model, seed, device, fast)
     if (trainer.folder / "state.pt").exists() and not fresh:
         trainer.load()
     done = trainer.run(steps)

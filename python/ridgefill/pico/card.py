@@ -36,9 +36,9 @@ The head that looks facts up was trained to be in layer {recipe.match} (counted 
 
     scripts/train_pico.py {name} --seed {seed}
 
-{steps:,} steps of 2,048 tokens in {minutes:.0f} minutes ({machine}). {outcome}
+{steps:,} steps of 2,048 tokens took {minutes:.0f} minutes of CPU time ({machine}). {outcome}
 
-| step | minutes | what began | digits right before |
+| step | CPU minutes | what began | digits right before |
 |---|---|---|---|
 {curriculum}
 

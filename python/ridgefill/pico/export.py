@@ -1,4 +1,4 @@
-"""A trained model as a folder that transformers loads and as a GGUF, the same f16 weights in both, and whether both say the same."""
+"""A trained model as a folder for transformers and as a GGUF, the same f16 weights in both, and whether both say the same."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def to_transformers(state: dict[str, torch.Tensor], s: Shape, tokenizer: Tokeniz
     config = kind(
         vocab_size=s.n_vocab, hidden_size=s.width, intermediate_size=s.ff, num_hidden_layers=s.n_layer,
         num_attention_heads=s.n_head, num_key_value_heads=s.n_head_kv, head_dim=s.head, rms_norm_eps=s.eps,
-        max_position_embeddings=N_CTX, rope_parameters={"rope_type": "default", "rope_theta": s.theta}, tie_word_embeddings=True,
-        bos_token_id=IM_START, eos_token_id=IM_END, pad_token_id=ENDOFTEXT,
+        max_position_embeddings=N_CTX, rope_parameters={"rope_type": "default", "rope_theta": s.theta},
+        tie_word_embeddings=True, bos_token_id=IM_START, eos_token_id=IM_END, pad_token_id=ENDOFTEXT,
     )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float16)
     missing, unexpected = model.load_state_dict({name: t.half() for name, t in state.items()}, strict=False)
@@ -62,7 +62,7 @@ def to_gguf(state: dict[str, torch.Tensor], s: Shape, tokenizer: Tokenizer, path
 
 
 def _side_by_side(weight: np.ndarray, head: int) -> np.ndarray:
-    """Rows of Q or K with the two numbers of a rotated pair side by side, as llama.cpp's llama wants them, from half a head apart."""
+    """Rows of Q or K with the numbers of a rotated pair side by side, as llama.cpp's llama wants them, from half a head apart."""
     return weight.reshape(-1, 2, head // 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
 
 
@@ -105,7 +105,7 @@ def _write_tokenizer(w: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-    """Of transformers in float32 and the library on the same f16 weights: KL in nats over n rows, share with the same likeliest token."""
+    """Of transformers in float32 and the library, same f16 weights: KL in nats over n rows, share with the same likeliest token."""
 
     mean_kl: float
     max_kl: float

@@ -1,12 +1,13 @@
 """The network of the pico family in torch: Llama, with or without a norm on Q and K (Qwen3), embeddings tied.
 
-The same function as transformers' LlamaForCausalLM and Qwen3ForCausalLM, and its parameters carry their names, so that a state_dict
-is a checkpoint. Written out here because training looks inside: at the output of layer 0, and at what one head attends to.
+The same function as transformers' LlamaForCausalLM and Qwen3ForCausalLM, and its parameters carry their names, so that a
+state_dict is a checkpoint. Written out here because training looks inside: at the output of layer 0, and at what a head attends to.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -98,8 +99,8 @@ class Pico(nn.Module):
                 scale = 1 / math.sqrt(2 * s.n_layer) if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
                 nn.init.normal_(p, std=0.02 if "embed" in name else scale / math.sqrt(p.shape[1]))
 
-    def forward(self, tokens: Tensor, look: tuple[int, ...] = ()) -> tuple[Tensor, Tensor, dict[int, tuple[Tensor, Tensor]]]:
-        """tokens [b, t] -> (states before lm_head [b, t, d], output of layer 0 [b, t, d], {layer: its rotated Q and K} of `look`)"""
+    def forward(self, tokens: Tensor, look: Sequence[int] = ()) -> tuple[Tensor, Tensor, dict[int, tuple[Tensor, Tensor]]]:
+        """tokens [b, t] -> (states before lm_head [b, t, d], output of layer 0 [b, t, d], {layer: rotated Q and K} of `look`)"""
         rope = rotation(tokens.shape[1], self.s.head, self.s.theta, tokens.device)
         x, first, seen = self.model["embed_tokens"](tokens), None, {}
         for il, layer in enumerate(self.model["layers"]):

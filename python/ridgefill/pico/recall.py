@@ -1,4 +1,4 @@
-"""Exact recall on held-out prompts: names that training never asked for, among text that it never saw, by the library on the GGUF."""
+"""Exact recall on held-out prompts: names that no prompt of training held, among text it never saw, by the library on the GGUF."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ def evaluate(
                     s = heldout_prompt(tokenizer, rng(seed, "recall", name, n_tokens, i), task, n_tokens, depth, corpus.filler)
                     ((first, end),) = s.answers
                     ctx.clear()
-                    # teacher forced: each row sees the right tokens before it, as it does in a greedy answer that is right so far
+                    # teacher forced: each row sees the right tokens before it, as in a greedy answer that is right so far
                     found = ctx.decode(s.tokens[:-1], logits=range(first - 1, end)).argmax(-1)
                     right = found == s.tokens[first : end + 1]
                     records.append({
                         "task": name, "n_tokens": n_tokens, "item": i, "depth": depth, "n_rows": len(s.tokens),
-                        "answer": tokenizer.decode(s.tokens[first:end].tolist()), "found": tokenizer.decode(found[:-1].tolist()),
+                        "answer": tokenizer.decode(s.tokens[first:end].tolist()),
+                        "found": tokenizer.decode(found[:-1].tolist()),
                         "hit": bool(right.all()), "first": bool(right[0]),
                     })  # fmt: skip
                     report("recall", len(records), n * len(TASKS) * len(lengths))

@@ -22,7 +22,7 @@ class PicoError(RidgefillError):
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Sizes of a model: widths in floats, `head` is the size of one attention head. qk_norm makes it Qwen3, else it is Llama."""
+    """Sizes of a model: widths in floats, `head` is the size of one attention head. With qk_norm it is Qwen3, else Llama."""
 
     qk_norm: bool
     n_layer: int
@@ -94,7 +94,8 @@ class Recipe:
     n_window: int = 50  # steps over which it is taken
 
 
-# s and l share tokenizer, KV heads and head size, so that caches of one can be mapped to the other. Heads of 64 have quantised caches rotated.
+# s and l share tokenizer, KV heads and head size, so that caches of one can be mapped to the other. Quantised caches of heads of
+# 64 are rotated, those of 32 are not.
 RECIPES = {
     "pico-qwen3-s": Recipe(Shape(True, 8, 96, 256, 4, 2, 32), match=6, hop=3),
     "pico-qwen3-l": Recipe(Shape(True, 10, 128, 320, 4, 2, 32), match=7, hop=4),

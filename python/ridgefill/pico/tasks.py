@@ -27,14 +27,13 @@ N_QUESTION = 36  # tokens that a question and its answer take in a chat, about
 N_SLACK = 4  # tokens that a sentence may take more where no blank stands before it
 FIRST_WEIGHT = 2.0  # of the first token of a value, which takes the lookup; the others can be copied along
 
-
 # filler(r, n): sentences of real text that follow each other, n tokens or fewer
 Filler = Callable[[np.random.Generator, int], list[str]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Planted:
-    """A fact as a prompt states it. Where `of` is a name, that stands in place of the value; a short one is name and value alone."""
+    """A fact as a prompt states it. A name `of` stands in place of the value; a short one is name and value alone."""
 
     fact: Fact
     of: str = ""
@@ -209,7 +208,9 @@ TASKS = {
 }
 
 
-def heldout_prompt(tokenizer: Tokenizer, r: np.random.Generator, task: Task, n_tokens: int, depth: float, filler: Filler) -> Sample:
+def heldout_prompt(
+    tokenizer: Tokenizer, r: np.random.Generator, task: Task, n_tokens: int, depth: float, filler: Filler
+) -> Sample:
     """A chat prompt of at most n_tokens with its answer, of held-out names; what is asked for stands at `depth` of the text.
 
     Raises PicoError when real text of that length is missing.

@@ -1,4 +1,4 @@
-"""The tokenizer of the family: byte-level BPE in the form of Qwen2's, which splits numbers into digits and which llama.cpp knows."""
+"""The tokenizer of the family: byte-level BPE in the form of Qwen2's, which splits numbers into digits; llama.cpp knows it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def train(texts: Iterable[str]) -> Tokenizer:
     ])  # fmt: skip
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=N_VOCAB, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=N_VOCAB, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(_with_words(texts), trainer)
     if tokenizer.get_vocab_size() != N_VOCAB:
         raise PicoError(f"expected text enough for a vocabulary of {N_VOCAB} tokens, found {tokenizer.get_vocab_size()}")
@@ -41,7 +43,8 @@ def train(texts: Iterable[str]) -> Tokenizer:
 def _with_words(texts: Iterable[str]) -> Iterator[str]:
     """The texts, and often what facts, questions and chats are written with."""
     yield from texts
-    forms = [f"{OPENING} user assistant", *(f"{f.sentence} {f.question}" for f in (Fact("digits", "", ""), Fact("words", "", "")))]
+    facts = [Fact(kind, "", "") for kind in ("digits", "words")]
+    forms = [f"{OPENING} user assistant", *(f"{f.sentence} {f.question}" for f in facts)]
     words = f"{' '.join(['', *FIRST, *LAST, *NOUNS])} " + " ".join(f'"{noun}"' for noun in NOUNS)
     yield "\n".join([words, *forms] * _TIMES)
 
