@@ -340,12 +340,16 @@ def test_an_untrained_model_recalls_nothing(exported, bpe, corpus):
     assert not any(r["hit"] for r in records) and all(r["n_rows"] <= 256 for r in records)
 
 
-def test_the_card_shows_what_was_measured(docs):
-    at = train.Progress(step=120, log=[{"step": 90, "event": "finish", "learned": False, "digits": 0.5, "seconds": 60.0}], seconds=90.0)
+@pytest.mark.parametrize(
+    "step, learned, outcome",
+    [(690, True, "The curriculum was run to its end."), (690, False, "The steps ran out"), (689, True, "stopped before its end")],
+)
+def test_the_card_shows_what_was_measured(docs, step, learned, outcome):
+    at = train.Progress(step=step, log=[{"step": 90, "event": "finish", "learned": learned, "digits": 0.5, "seconds": 60.0}], seconds=90.0)
     found = [{"n_tokens": 512, "task": "digits", "first": 0.75, "value": 0.5, "low": 0.1, "high": 0.9, "n": 4}]
     kl = export.Agreement(2e-6, 3e-5, 0.999, 4096)
     text = card.write("pico-llama", recipes.recipe("pico-llama"), 123_456, 0, at, docs, kl, found, "a CPU")
-    for expected in ("| 512 | digits | 2 of 4 | [0.100, 0.900] | 0.750 |", "123,456", "2.0e-06", "The steps ran out", "| book 0 | CC0-1.0 | 1 |"):
+    for expected in ("| 512 | digits | 2 of 4 | [0.100, 0.900] | 0.750 |", "123,456", "2.0e-06", outcome, "| book 0 | CC0-1.0 | 1 |"):
         assert expected in text
 
 

@@ -57,7 +57,12 @@ def write(
 ) -> str:  # fmt: skip
     """The card. `recalled` is of recall.summary(), `docs` what the model was trained on."""
     events = [e for e in at.log if "event" in e]
-    learned = any(e["event"] == "finish" and e["learned"] for e in events)
+    finish = next((e for e in events if e["event"] == "finish"), None)
+    outcome = (
+        "Training was stopped before its end." if not finish or at.step < finish["step"] + recipe.n_finish
+        else "The curriculum was run to its end." if finish["learned"]
+        else "The steps ran out before the end of the curriculum."
+    )  # fmt: skip
     by_source: dict[tuple[str, str], int] = {}
     for d in docs:
         by_source[d.source, d.licence] = by_source.get((d.source, d.licence), 0) + 1
@@ -65,7 +70,7 @@ def write(
         name=name, s=recipe.shape, recipe=recipe, n_parameters=n_parameters, n_documents=len(docs), n_ctx=N_CTX, seed=seed, kl=kl,
         arch="qwen3" if recipe.shape.qk_norm else "llama", norm="yes" if recipe.shape.qk_norm else "no", top1=kl.top1,
         steps=at.step, minutes=at.seconds / 60, machine=machine,
-        outcome="The curriculum was run to its end." if learned else "The steps ran out before the end of the curriculum.",
+        outcome=outcome,
         recall="\n".join(
             f"| {r['n_tokens']:,} | {r['task']} | {round(r['value'] * r['n'])} of {r['n']} | [{r['low']:.3f}, {r['high']:.3f}] "
             f"| {r['first']:.3f} |" for r in recalled
