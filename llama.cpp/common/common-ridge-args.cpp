@@ -50,6 +50,13 @@ static void set_rows(common_params & params, const std::string & value) {
     }
 }
 
+static void set_hazard(common_params & params, const std::string & value) {
+    if (value != "refill" && value != "allow") {
+        throw bad_value("refill or allow", value);
+    }
+    params.ridge.allow_hazard = value == "allow";
+}
+
 static void set_budget(common_params & params, const std::string & value) {
     const char * begin = value.c_str();
     char * end = nullptr;
@@ -100,6 +107,13 @@ void common_ridge_add_args(const std::function<void(common_arg)> & add_opt) {
         "prompts with fewer new rows than this run exactly (default: twice the tail)",
         [](common_params & params, const std::string & value) { params.ridge.n_min_prompt = parse_rows(value); }),
         "LLAMA_ARG_RIDGE_MIN_PROMPT");
+    add(common_arg({"--ridge-step-rows"}, "N",
+        "most rows of a filled prompt between two batches of the other slots (default: --ubatch-size)",
+        [](common_params & params, const std::string & value) { params.ridge.n_step = parse_rows(value); }),
+        "LLAMA_ARG_RIDGE_STEP_ROWS");
+    add(common_arg({"--ridge-hazard"}, "{refill,allow}",
+        "cached rows that an earlier prompt filled and that lie in this prompt's exact tail: run them again, or reuse them "
+        "(default: refill)", set_hazard), "LLAMA_ARG_RIDGE_HAZARD");
 }
 
 bool common_ridge_owns(const common_arg & arg) {

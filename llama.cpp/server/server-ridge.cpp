@@ -72,6 +72,8 @@ json server_ridge::props() const {
     res["hash"]       = llama_ridge_maps_hash(maps);
     res["kind"]       = llama_ridge_maps_kind(maps);
     res["size"]       = llama_ridge_maps_size(maps);
+    res["hazard"]     = defaults.allow_hazard ? "allow" : "refill";
+    res["step_rows"]  = params.n_step > 0 ? json(params.n_step) : json(nullptr);
     res["split"]      = params.split;
     res["sink"]       = params.n_sink;
     res["tail"]       = params.n_tail;
@@ -96,6 +98,7 @@ llama_ridge_params server_ridge::request_params(const server_ridge_request & req
     res.mode   = request.mode >= 0 ? (llama_ridge_mode) request.mode : default_mode();
     res.split  = llama_ridge_maps_split (maps);
     res.n_sink = llama_ridge_maps_n_sink(maps);
+    res.n_step = defaults.n_step;
     res.n_tail = request.n_tail  > 0 ? request.n_tail  :
                  defaults.n_tail > 0 ? defaults.n_tail : llama_ridge_maps_n_tail(maps);
     return res;
@@ -146,6 +149,7 @@ int32_t server_ridge::plan(int32_t id_slot, const server_task & task, const std:
 
     server_ridge_stats & res = stats.ridge;
     res.report = request.given || !defaults.maps.empty();
+    metrics->ridge.n_seen += res.report;
     res.mode   = llama_ridge_mode_name(mode);
     res.reason = reason_for_exact(task, lora, mode);
 
@@ -160,8 +164,11 @@ int32_t server_ridge::plan(int32_t id_slot, const server_task & task, const std:
     if (!res.reason.empty() || mode == LLAMA_RIDGE_MODE_PLUMB || prompt.ridge.made_by() != provenance(mode)) {
         n_past = std::min(n_past, prompt.ridge.first_filled());
     } else {
-        // rows of this prompt's tail that are filled in the cache run again, exactly
-        n_past = std::min(n_past, prompt.ridge.first_filled(n_tokens - params.n_tail));
+        const int32_t i_tail = std::max(0, n_tokens - params.n_tail);
+        res.n_hazard = prompt.ridge.count(n_past) - prompt.ridge.count(std::min(n_past, i_tail));
+        if (!defaults.allow_hazard) {
+            n_past = std::min(n_past, prompt.ridge.first_filled(i_tail)); // from there on they run again, exactly
+        }
     }
     // a handful of sink rows is not worth it: without them the prompt is cut where a cold run cuts it
     if (n_past < n_common && n_past <= params.n_sink) {
