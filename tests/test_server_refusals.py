@@ -162,6 +162,11 @@ def test_maps_as_the_model_are_named(maps):
         (["--ridge-mode", "fill"], ["--ridge-mode fill", "--ridge-maps"]),
         (["--ridge-rows", "random"], ["--ridge-rows random", "--ridge-budget"]),
         (["--ridge-budget", "0.1"], ["--ridge-budget", "--ridge-rows"]),
+        (["--ridge-hazard", "maybe"], ["--ridge-hazard", "'maybe'", "refill"]),
+        (["--ridge-step-rows", "0"], ["--ridge-step-rows", "'0'"]),
+        (["--ridge-seed", "3"], ["--ridge-seed", "--ridge-rows random"]),
+        *((["--ridge-" + flag, value], ["--ridge-" + flag, "--ridge-maps"]) for flag, value in (
+            ("tail", "64"), ("min-prompt", "64"), ("step-rows", "64"), ("hazard", "allow"), ("rows", "digits"))),
         (["--ridge-maps", "x.gguf", "--embeddings"], ["--ridge-maps", "--embeddings"]),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) and v[0].startswith("--") else "",
