@@ -184,7 +184,7 @@ def run(*arguments, **env) -> subprocess.CompletedProcess:
 def test_help_shows_every_flag_in_its_section(patched_lib):
     text = run("--help").stdout
     section = text[text.index("----- ridge params -----") :]
-    for flag in ("maps", "mode", "tail", "rows", "budget", "seed", "min-prompt"):
+    for flag in ("maps", "mode", "tail", "rows", "budget", "seed", "min-prompt", "step-rows", "hazard"):
         assert f"--ridge-{flag}" in section
         assert f"LLAMA_ARG_RIDGE_{flag.upper().replace('-', '_')}" in section
         assert f"--ridge-{flag} " not in text[: text.index(section)]
