@@ -68,12 +68,14 @@ def test_a_message_is_found_however_it_is_printed(source, message):
 
 def test_a_message_in_a_patch_is_found(tmp_path):
     patch = tmp_path / "x.patch"
-    patch.write_text('--- a/x.cpp\n+++ b/x.cpp of "two words"\n@@ -1,2 +1,3 @@\n if (x) { log("not ours");\n-log("nor this");\n+    log("the moon"\n+        " is gone");\n')
+    lines = ["--- a/x.cpp", '+++ b/x.cpp of "two words"', "@@ -1,2 +1,3 @@", ' if (x) { log("not ours");', '-log("nor this");']
+    patch.write_text("\n".join([*lines, '+    log("the moon"', '+        " is gone");']))
     assert cpp_messages.in_file(patch) == {"the moon is gone"}
 
 
 def test_what_is_no_message_is_left_out():
-    source = 'f("x"); common_arg({"--moon"}, "N", "what the moon is"); s = "{\\"moon\\": \\"" + x + "\\", \\"a\\": 1"; o << "# HELP the moon";'
+    source = 'f("x"); common_arg({"--moon"}, "N", "what the moon is"); o << "# HELP the moon";'
+    source += 's = "{\\"moon\\": \\"" + x + "\\", \\"a\\": 1";'
     assert cpp_messages.in_text(source) == set()
 
 
@@ -88,7 +90,7 @@ PREFIXES = [
 ]
 
 
-@settings(max_examples=15)
+@settings(max_examples=15, deadline=None)
 @given(prefix=st.sampled_from(PREFIXES), data=st.data())
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda e: e.message[:40])
 def test_a_message_is_found_again_in_a_line(entry, prefix, data):

@@ -42,7 +42,8 @@ def _diagnose(target: str, model: str, api_key: str, threads: int):
     if not os.path.exists(target):
         from ..doctor.report import Report
 
-        return Report.of("cannot tell", f"There is no file {target}.", do=["Check the path; the address of a server begins with http://."])
+        do = "Check the path; the address of a server begins with http://."
+        return Report.of("cannot tell", f"There is no file {target}.", do=[do])
     if model or _is_gguf(target):
         from ..doctor import files
 

@@ -10,7 +10,7 @@ from ..lib import Model, captured_log
 from . import catalogue
 from .report import Check, Report, advice, from_message
 
-_ADD_SELFTEST = "`ridgefill score SIDECAR MODEL --text ...` adds a self-test to the file: run it with the model that the maps were made for."
+_ADD_SELFTEST = "`ridgefill score SIDECAR MODEL --text ...`, with the model that the maps were made for, adds a self-test to the file."
 
 
 def diagnose(file: str | os.PathLike, model: str | os.PathLike | None = None, n_threads: int = 2) -> Report:
@@ -26,12 +26,13 @@ def diagnose(file: str | os.PathLike, model: str | os.PathLike | None = None, n_
     if not model:
         made_for = f"{keys['ridge.model.name']!r}, architecture {keys['general.architecture']}"
         do = f"Name the model too: `ridgefill doctor SIDECAR MODEL`. The maps were made for {made_for}."
-        return Report.of("cannot tell", "The maps are intact; whether they serve your model cannot be told without it.", checks, [do])
+        why = "The maps are intact; whether they serve your model cannot be told without it."
+        return Report.of("cannot tell", why, checks, [do])
     try:
         m = Model(model)
     except RidgeError as e:
-        do = "Check that the second file is a GGUF model."
-        return Report.of("cannot tell", "The maps are intact, but the model could not be loaded.", [*checks, Check(str(e), False)], [do])
+        why, do = "The maps are intact, but the model could not be loaded.", "Check that the second file is a GGUF model."
+        return Report.of("cannot tell", why, [*checks, Check(str(e), False)], [do])
     with m:
         return _beside(m, file, keys, checks, n_threads)
 

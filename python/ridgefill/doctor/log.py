@@ -96,10 +96,12 @@ def diagnose(path: str | os.PathLike) -> Report:
     if run.maps:
         checks.append(Check(f"the maps are loaded: {run.maps}", True))
     if run.rows:
-        checks.append(Check(f"rows of prompts: {run.rows['filled']:,} filled, {run.rows['exact']:,} exact", run.rows["filled"] > 0))
+        text = f"rows of prompts: {run.rows['filled']:,} filled, {run.rows['exact']:,} exact"
+        checks.append(Check(text, run.rows["filled"] > 0))
     faults = _lines(warnings + problems, False)
     if run.unknown:
-        faults.append(Check(f"{len(run.unknown)} lines of RidgeFill, the first of them line {run.unknown[0]}, are of another version than this doctor", False))
+        text = f"{len(run.unknown)} lines of RidgeFill, the first of them line {run.unknown[0]}, are of another version than this doctor"
+        faults.append(Check(text, False))
     do = [d for _, chain in (*reversed(problems), *warnings) for d in advice(chain)]
     if problems:
         return Report.of("problem", problems[-1][1][-1].entry.means, checks + faults, do)
@@ -108,5 +110,8 @@ def diagnose(path: str | os.PathLike) -> Report:
         return Report.of(found.verdict, found.diagnosis, (*checks, *found.checks, *faults), (*found.do, *do))
     if fine or any(chain[-1].entry.group.startswith("other_") for _, chain in warnings):  # maps that differ are loaded
         return Report.of("healthy", judge_prompts(run.prompts).diagnosis, checks + faults, do)
-    nothing = "A server logs what it refuses, and one line for each prompt once it has maps: was it started with --ridge-maps? Is this its whole log?"
+    nothing = (
+        "A server logs what it refuses, and a line for each prompt once it has maps: was it started with --ridge-maps? "
+        "Is this its whole log?"
+    )
     return Report.of("cannot tell", "This log says nothing of RidgeFill's maps or prompts.", checks + faults, [*do, nothing])

@@ -81,7 +81,8 @@ def _unseen(e: Exception, url: str) -> Report:
     """Why nothing could be seen."""
     match e:
         case _Answered(status=401 | 403):
-            return Report.of("cannot tell", f"The server at {url} asks for an API key.", do=["Pass it as --api-key, or in LLAMA_API_KEY."])
+            do = "Pass it as --api-key, or in LLAMA_API_KEY."
+            return Report.of("cannot tell", f"The server at {url} asks for an API key.", do=[do])
         case _Answered(status=503):
             do = "Ask again when it has loaded its model; its log says how far it is."
             return Report.of("cannot tell", f"The server at {url} is not ready: {e}.", do=[do])
@@ -89,9 +90,9 @@ def _unseen(e: Exception, url: str) -> Report:
             do = "Ask again when it is less busy; if it never answers, look at its log."
             return Report.of("cannot tell", f"The server at {url} did not answer within {TIMEOUT} s.", do=[do])
         case OSError():
-            do = "Check address and port, and whether the server runs. If it stopped at its start, its log says why: `ridgefill doctor LOG`."
+            do = "Check address and port. If the server stopped at its start, its log says why: `ridgefill doctor LOG`."
             return Report.of("cannot tell", f"No server answers at {url}: {getattr(e, 'reason', e)}.", do=[do])
-    return Report.of("cannot tell", f"What answers at {url} is no llama-server ({e}).", do=["Check address and port."])
+    return Report.of("cannot tell", f"What answers at {url} is no llama-server ({e}).", do=["Check address and port, without /v1."])
 
 
 def diagnose(url: str, api_key: str = "") -> Report:
@@ -112,15 +113,16 @@ def _without_maps(seen: _Seen) -> Report:
     if asked := sum(n for o, n in seen.prompts.items() if o.reason == "no_maps"):
         checks.append(Check(f"{asked} prompts asked to be filled", False))
     what = "RidgeFill's server, started without maps" if seen.prompts else "a stock llama-server, or RidgeFill's without maps"
-    do = 'Start it with --ridge-maps FILE. `llama-server --help` of RidgeFill has a section "ridge params"; one without it is a stock one.'
+    do = 'Start it with --ridge-maps FILE. If `llama-server --help` has no section "ridge params", it is a stock one.'
     return Report.of("problem", f"The server fills no prompts: it is {what}.", checks, [do])
 
 
 def _with_maps(seen: _Seen) -> Report:
     ridge, rows = seen.ridge, seen.rows
     fits = ridge["min_prompt"] <= seen.room
+    maps = f"{ridge['maps']}, kind {ridge['kind']}, split {ridge['split']}, sha256 {ridge['hash'][:12]}"
     checks = [
-        Check(f"the maps are loaded: {ridge['maps']}, kind {ridge['kind']}, split {ridge['split']}, sha256 {ridge['hash'][:12]}", True),
+        Check(f"the maps are loaded: {maps}", True),
         Check(f"mode of requests that name none: {ridge['mode']}", ridge["mode"] not in ("off", "plumb")),
         Check(f"prompts with {ridge['min_prompt']:,} new rows are filled, a slot holds {seen.room:,}", fits),
     ]
