@@ -104,6 +104,33 @@ def sweeps(timer: Timer, name: str, prefill) -> None:
     timer(f"{name} sweep 2", lambda: run(s["n_steps"] - s["n_steps_lower"]))
 
 
+def text_tokens(model: Model, n: int) -> list[int]:
+    tokens = model.tokenize("\n\n".join(passages()[: n // 20]), add_special=False)
+    assert len(tokens) >= n, f"expected {n} tokens of text, found {len(tokens)}"
+    return tokens[:n]
+
+
+def fill_times(model: Model, maps: list[Maps], tokens: list[int], threads: int, clock: str) -> list[list[float]]:
+    """Seconds to fill one row in one upper layer, of each of `maps` (of one split) in FILL_PAIRS rounds.
+
+    tokens  one ubatch for sweep 1, one row for decode
+    """
+    times = []
+    with Context(model, n_ctx=2 * N_UBATCH, n_batch=N_BATCH, n_ubatch=N_UBATCH, n_threads=threads) as ctx:
+        for i in range(FILL_PAIRS + 1):
+            timer, n_filled = Timer(clock), 0
+            for j in range(-1, len(maps))[:: 1 if i % 2 == 0 else -1]:
+                ctx.clear()
+                kw = dict(mode="fill" if j >= 0 else "nofill", maps=maps[max(j, 0)], split=maps[0].split, n_tail=1)
+                with ctx.prefill(tokens, **kw) as p:
+                    sweeps(timer, str(j), p)
+                    n_filled = p.stats["n_filled"]
+            plain = timer.median("-1 sweep 1")
+            rows = n_filled * (model.n_layer - maps[0].split)
+            times.append([(timer.median(f"{j} sweep 1") - plain) / rows for j in range(len(maps))])
+    return [list(t) for t in zip(*times[1:], strict=True)]  # the first round warms up
+
+
 class Bench:
     """The model, the same model without its upper layers, the maps, and one context of each model."""
 
@@ -115,11 +142,6 @@ class Bench:
         self.cut_model = Model(cut)
         kw = dict(n_ctx=N_CTX, n_batch=N_BATCH, n_ubatch=N_UBATCH, n_threads=threads)
         self.ctx, self.cut = Context(self.model, **kw), Context(self.cut_model, **kw)
-
-    def text(self, n: int) -> list[int]:
-        tokens = self.model.tokenize("\n\n".join(passages()[: n // 20]), add_special=False)
-        assert len(tokens) >= n, f"expected {n} tokens of text, found {len(tokens)}"
-        return tokens[:n]
 
     def once(self, timer: Timer, tokens: list[int], setting: Setting, exact: list[int], order: int) -> dict:
         """Every piece of work once; the two arms change places from one repetition to the next."""
@@ -160,21 +182,10 @@ class Bench:
     @functools.cached_property
     def fill_unit(self) -> float:
         """Seconds to fill one row in one upper layer; the same for every setting, so measured once."""
-        tokens = self.text(N_UBATCH + 1)  # one ubatch for sweep 1, one row for decode
-        pairs = []
-        with Context(self.model, n_ctx=2 * N_UBATCH, n_batch=N_BATCH, n_ubatch=N_UBATCH, n_threads=self.threads) as ctx:
-            for i in range(FILL_PAIRS + 1):
-                timer, n_filled = Timer(self.clock), 0
-                for mode in ("fill", "nofill")[:: 1 if i % 2 == 0 else -1]:
-                    ctx.clear()
-                    with ctx.prefill(tokens, mode=mode, maps=self.maps, split=self.split, n_tail=1) as p:
-                        sweeps(timer, mode, p)
-                        n_filled = p.stats["n_filled"]
-                pairs.append(timer.median("fill sweep 1") - timer.median("nofill sweep 1"))
-        return statistics.median(pairs[1:]) / (n_filled * (self.model.n_layer - self.split))  # the first warms up
+        return statistics.median(fill_times(self.model, [self.maps], text_tokens(self.model, N_UBATCH + 1), self.threads, self.clock)[0])
 
     def run(self, setting: Setting, repeats: int, tick) -> dict:
-        tokens = self.text(setting.n)
+        tokens = text_tokens(self.model, setting.n)
         exact = select_rows(setting.rows, self.model, tokens, self.maps.n_sink, setting.n - setting.tail, setting.budget)
         timer, stats = Timer(self.clock), {}
         for i in range(repeats):

@@ -238,9 +238,7 @@ class Tuner:
         self.report(stage, 0, len(items))
         for i, item in enumerate(items):
             key = str(getattr(item, "seed", getattr(item, "document", i)))
-            if key not in journal.done:
-                journal.add(key, run(item))
-            records += journal.done[key]
+            records += journal.of(key, lambda item=item: run(item))
             self.report(stage, i + 1, len(items))
         return records
 
