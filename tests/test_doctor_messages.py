@@ -110,7 +110,7 @@ def test_what_a_message_quotes_is_found_in_it():
         "expected an adapter with adapter.type = 'ridge_maps'"
     )
     assert [f.entry.group for f in catalogue.explain(line)] == ["refused", "refused", "not_maps", "is_lora"]
-    line = "ridge: the prompt runs exactly: step 2 of 9: no free cells in the KV cache; the rows of this prompt were removed from sequence 1"
+    line = "ridge: the prompt runs exactly: step 2 of 9: expected 300 free cells in the KV cache for the rest of the prompt, found 12; the rows of this prompt were removed from sequence 1"
     assert [f.entry.group for f in catalogue.explain(line)] == ["prompt_failed", "prompt_failed", "no_space"]
     # what a flag expects is not what the file is
     line = "error: --lora x.gguf: expected a LoRA adapter, found a file of ridge maps; pass it as --ridge-maps"

@@ -36,7 +36,12 @@ void server_ridge::init(llama_context * ctx, const common_params & params, bool 
     if (!maps) {
         no_maps_reason  = "refused";
         no_maps_message = llama_ridge_last_error(); // in the log already
-    } else if (!no_fill_reason.empty()) {
+        return;
+    }
+    const llama_ridge_params usual = request_params({});
+    SRV_INF("ridge: maps loaded: kind %s, split %d, tail %d, mode %s, sha256 %.12s\n", llama_ridge_maps_kind(maps),
+            usual.split, usual.n_tail, llama_ridge_mode_name(usual.mode), llama_ridge_maps_hash(maps));
+    if (!no_fill_reason.empty()) {
         SRV_WRN("ridge: every prompt runs exactly (%s): the maps were fitted without it\n", no_fill_reason.c_str());
     }
 }
