@@ -131,6 +131,20 @@ def test_a_model_that_cannot_be_filled_is_served_exactly(patched_lib, pico_model
 #
 
 
+def test_field_report_1_rows_made_under_a_lora_are_not_reused_without_it(model, maps, prompt, exact, tmp_path):
+    """Upstream keeps them when the next request names no adapter."""
+    lora = sidecar_files.write_lora(tmp_path / "lora.gguf", arch="llama", n_embd=256, scale=0.3)
+    with Server(model, "--lora", lora, "--lora-init-without-apply", maps=maps) as s:
+        for _ in range(2):
+            under = s.completion(prompt, lora=[{"id": 0, "scale": 1}])
+            assert ridge_of(under)["reason"] == "lora" and under["tokens"] != exact
+            assert s.completion(prompt, lora=[{"id": 0, "scale": 1}])["timings"]["prompt_n"] <= 1
+            after = s.completion(prompt, "off")
+            assert after["timings"]["cache_n"] == 0 and after["tokens"] == exact
+        s.completion(prompt, lora=[{"id": 0, "scale": 1}])
+        assert ridge_of(s.completion(prompt, "fill"))["cached"] == 0
+
+
 @pytest.mark.parametrize("flag", ["--lora", "--control-vector", "--model-draft"])
 def test_maps_at_another_flag_are_named(model, maps, flag):
     message = start_failure(model, flag, maps)
