@@ -42,13 +42,21 @@ def _spread(s: dict) -> str:
     return f"{s['median']:.2f} [{s['min']:.2f}, {s['max']:.2f}]"
 
 
+def _shares_of_bound(r: dict) -> list[float]:
+    """By repetition, of the time that the bound's parts took in it."""
+    names = ("lower", "fill sweep 2", "rest", "lower rest", "filled")
+    times = zip(*(r["all_seconds"][n] for n in names), strict=True)
+    return [(lower + upper + rest - lower_rest + r["t_fill_s"]) / filled for lower, upper, rest, lower_rest, filled in times]
+
+
 def bench(record: dict, _part: str) -> str:
+    shares = [_shares_of_bound(r) for r in record["results"]]
     rows = [[f"{r['n']:,}", str(r["split"]), str(r["tail"]), f"{r['n_exact'] - r['tail']:,} ({r['rows']})", _spread(r["exact_s"]),
-             _spread(r["filled_s"]), f"{r['ratio']:.2f}x", f"{100 * r['share_of_bound']:.0f} %",
-             f"{r['fill_us_per_row_and_layer']:.2f} µs, {100 * r['fill_share_of_layer']:.1f} %"] for r in record["results"]]
+             _spread(r["filled_s"]), f"{r['ratio']:.2f}x", f"{100 * r['share_of_bound']:.0f} [{100 * min(s):.0f}, {100 * max(s):.0f}] %",
+             f"{r['fill_us_per_row_and_layer']:.2f} µs, {100 * r['fill_share_of_layer']:.1f} %"] for r, s in zip(record["results"], shares, strict=True)]
     s = record["settings"]
     clock = "process CPU time" if s["clock"] == "cpu" else "wall clock"
-    head = ["prompt", "S", "T", "rows chosen to be exact", "exact, s", "filled, s", "ratio", "of the bound", "fill per row and layer, of a layer"]
+    head = ["prompt", "S", "T", "exact rows before the tail", "exact, s", "filled, s", "ratio", "of the bound", "fill per row and layer, of a layer"]
     return _table(head, rows) + (
         f"\n\n{s['model']}, {clock}, {s['threads']} thread{'s' * (s['threads'] > 1)}, medians [min, max] of {s['repeats']}; {_machine(record)}.")
 
