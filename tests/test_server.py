@@ -389,11 +389,11 @@ def body_of(path: str, text: str, n_predict: int) -> dict:
 @pytest.mark.parametrize("path", PATHS)
 def test_every_endpoint_fills_and_reports(server, prompt, path):
     text = server.post("/detokenize", {"tokens": prompt})["content"]
-    body = body_of(path, text, 4) | {"temperature": 0}
-    for mode in ("fill", "off", "identity"):  # after each other, so that none reuses all rows of the one before
-        r = server.post(path, body | {"ridge": {"mode": mode}})["timings"]["ridge"]
+    body = lambda mode: body_of(path, f"{path} {mode}: {text}", 4) | {"temperature": 0}  # noqa: E731  (another prompt each time)
+    for mode in ("fill", "off", "identity"):
+        r = server.post(path, body(mode) | {"ridge": {"mode": mode}})["timings"]["ridge"]
         assert r["mode"] == mode and (r["filled"] > 0) == (mode != "off")
-    with server.stream(path=path, mode="fill", **body) as events:
+    with server.stream(path=path, mode="fill", **body("stream")) as events:
         r = [e["timings"]["ridge"] for e in events if "timings" in e][-1]
     assert r["filled"] > 0 and r["mode"] == "fill"
 

@@ -98,14 +98,14 @@ def test_field_report_15_of_prompts_too_many_only_the_loser_gets_an_error(model,
     """One cache with room for one prompt: the second is refused in words, and the first goes on as if it were alone."""
     with Server(model, *ONE_CACHE, maps=maps, np=2) as s:
         other = prompt_tokens(s, N, start=700)
-        alone = s.completion(prompt, "fill", id_slot=0, n_predict=200)["tokens"]
+        alone = s.completion(prompt, "fill", id_slot=0, n_predict=200)["content"]
         for _ in range(2):
             with s.stream(prompt, "fill", id_slot=0, n_predict=200, cache_prompt=False) as events:
-                tokens = next(events)["tokens"]
+                text = next(events)["content"]
                 status, message = s.error("/completion", {"prompt": other, "id_slot": 1, "n_predict": 4, "ridge": {"mode": "fill"}})
                 assert status == 500 and "expected 600 free cells" in message and "does not fit into the KV cache" in message
-                tokens += [t for e in events for t in e["tokens"]]
-            assert tokens == alone
+                text += "".join(e["content"] for e in events)
+            assert text == alone
         assert s.metrics()['llamacpp:ridge_prompts_total{outcome="skipped",reason="no_space"}'] == 2
         assert ridge_of(s.completion(other, "fill", id_slot=1, n_predict=4))["filled"] > 0  # now the first slot is idle
 

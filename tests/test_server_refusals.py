@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import sidecar_files
-from server_util import Server, llama_server, ridge_of, start_failure
+from server_util import Server, cold, llama_server, ridge_of, start_failure
 from server_util import maps, model, plain, prompt  # noqa: F401  (fixtures)
 
 # what the message about each kind of damage must say; the pico model has 8 layers of width 256
@@ -131,16 +131,17 @@ def test_a_model_that_cannot_be_filled_is_served_exactly(patched_lib, pico_model
 #
 
 
-def test_field_report_1_rows_made_under_a_lora_are_not_reused_without_it(model, maps, prompt, exact, tmp_path):
+def test_field_report_1_rows_made_under_a_lora_are_not_reused_without_it(model, maps, prompt, tmp_path):
     """Upstream keeps them when the next request names no adapter."""
     lora = sidecar_files.write_lora(tmp_path / "lora.gguf", arch="llama", n_embd=256, scale=0.3)
-    with Server(model, "--lora", lora, "--lora-init-without-apply", maps=maps) as s:
+    wanted = cold(model, maps, prompt, "off")
+    with Server(model, "--lora-scaled", f"{lora}:0", maps=maps) as s:
         for _ in range(2):
             under = s.completion(prompt, lora=[{"id": 0, "scale": 1}])
-            assert ridge_of(under)["reason"] == "lora" and under["tokens"] != exact
+            assert ridge_of(under)["reason"] == "lora" and under["tokens"] != wanted
             assert s.completion(prompt, lora=[{"id": 0, "scale": 1}])["timings"]["prompt_n"] <= 1
             after = s.completion(prompt, "off")
-            assert after["timings"]["cache_n"] == 0 and after["tokens"] == exact
+            assert after["timings"]["cache_n"] == 0 and after["tokens"] == wanted
         s.completion(prompt, lora=[{"id": 0, "scale": 1}])
         assert ridge_of(s.completion(prompt, "fill"))["cached"] == 0
 
