@@ -4,7 +4,8 @@
     bench_prefill.py                                  SmolLM2 as Q8_0, one thread, process CPU time
     bench_prefill.py --clock wall --threads 2         what a user waits
     bench_prefill.py --model shipped                  the Q4_1 file as shipped
-    bench_prefill.py --short                          what loaded maps cost a prompt too short to be filled
+    bench_prefill.py --short                          what loaded maps cost a prompt too short to be filled, in CPU time
+    RIDGE_BUILD=build-portable bench_prefill.py --short --instructions      the same, counted by callgrind
 
 The bound counts only work that no implementation of this split, tail and choice of rows can leave out, each part
 measured, as stock runs it:
@@ -248,6 +249,7 @@ def parse() -> argparse.Namespace:
     p.add_argument("--clock", choices=list(CLOCKS), default="cpu", help="process CPU time or wall clock (default %(default)s)")
     p.add_argument("--threads", type=int, default=1)
     p.add_argument("--short", action="store_true", help="below the minimum length: server with maps against server without")
+    p.add_argument("--instructions", action="store_true", help="with --short: count them with callgrind, on a build without AVX-512 (-DGGML_NATIVE=OFF)")
     p.add_argument("--out", type=Path, help="JSON file (default under out/)")
     args = p.parse_args()
     bad = [n for n in args.n if not args.tail < n <= N_CTX]
@@ -261,11 +263,15 @@ def main() -> int:
     path = {"q8_0": requantised, "shipped": lambda: SHIPPED}.get(args.model, lambda: Path(args.model))()
     settings = {"model": path.name, "maps": args.maps.name, "threads": args.threads, "clock": args.clock, "repeats": args.repeats}
     if args.short:
-        from bench_short import measure_short, show_short
+        import bench_short
 
-        results = measure_short(path, args.maps, console)
-        show_short(results, console)
-        name = "bench-short"
+        if args.instructions:
+            results = bench_short.count_short(path, args.maps)
+            bench_short.show_counts(results, console)
+        else:
+            results = bench_short.measure_short(path, args.maps, console)
+            bench_short.show_short(results, console)
+        name = "bench-short" + "-instructions" * args.instructions
     else:
         bench = Bench(path, args.maps, args.threads, args.clock)
         lines = [Setting(n, args.tail, rows, {"random": args.budget}.get(rows, 0.0)) for rows in args.rows for n in args.n]

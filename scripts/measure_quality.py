@@ -9,7 +9,7 @@ Sets: `loss` (tokens after a prefix of P rows, one window per document), `digits
 in chat prompts). Arms are written MODE[-SPLIT[:KIND]][+ROWS]: exact, cut (context cut to the tail), nofill-S15, identity-S19,
 fill-S19, fill-S19:kv, fill-S15+digits, fill-S15+random (as many rows as digits selects). A run that was stopped goes on where it was.
 
-Exit status: 0 when every criterion holds that the chosen sets and arms allow to check, 1 when one does not, 8 when the
+Exit status: 0 when every criterion holds that the chosen sets and arms allow to check, 1 when one does not, 2 when the
 measurement itself failed.
 """
 
@@ -258,7 +258,7 @@ def main(
         result = evaluate(model, maps, text, names, settings, reduced, threads, journal)
     except RidgefillError as e:
         console.print(f"measure_quality: {e}", style="red", highlight=False, soft_wrap=True)
-        raise typer.Exit(e.exit_code) from None
+        raise typer.Exit(2) from None
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
     journal.unlink()  # its records are in the result now

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import sidecar_files
-from server_util import Server, llama_server, ridge_of, start_failure
+from server_util import Server, cold, llama_server, ridge_of, start_failure
 from server_util import maps, model, plain, prompt  # noqa: F401  (fixtures)
 
 # what the message about each kind of damage must say; the pico model has 8 layers of width 256
@@ -131,6 +131,21 @@ def test_a_model_that_cannot_be_filled_is_served_exactly(patched_lib, pico_model
 #
 
 
+def test_field_report_1_rows_made_under_a_lora_are_not_reused_without_it(model, maps, prompt, tmp_path):
+    """Upstream keeps them when the next request names no adapter."""
+    lora = sidecar_files.write_lora(tmp_path / "lora.gguf", arch="llama", n_embd=256, scale=0.3)
+    wanted = cold(model, maps, prompt, "off")
+    with Server(model, "--lora-scaled", f"{lora}:0", maps=maps) as s:
+        for _ in range(2):
+            under = s.completion(prompt, lora=[{"id": 0, "scale": 1}])
+            assert ridge_of(under)["reason"] == "lora" and under["tokens"] != wanted
+            assert s.completion(prompt, lora=[{"id": 0, "scale": 1}])["timings"]["prompt_n"] <= 1
+            after = s.completion(prompt, "off")
+            assert after["timings"]["cache_n"] == 0 and after["tokens"] == wanted
+        s.completion(prompt, lora=[{"id": 0, "scale": 1}])
+        assert ridge_of(s.completion(prompt, "fill"))["cached"] == 0
+
+
 @pytest.mark.parametrize("flag", ["--lora", "--control-vector", "--model-draft"])
 def test_maps_at_another_flag_are_named(model, maps, flag):
     message = start_failure(model, flag, maps)
@@ -162,6 +177,11 @@ def test_maps_as_the_model_are_named(maps):
         (["--ridge-mode", "fill"], ["--ridge-mode fill", "--ridge-maps"]),
         (["--ridge-rows", "random"], ["--ridge-rows random", "--ridge-budget"]),
         (["--ridge-budget", "0.1"], ["--ridge-budget", "--ridge-rows"]),
+        (["--ridge-hazard", "maybe"], ["--ridge-hazard", "'maybe'", "refill"]),
+        (["--ridge-step-rows", "0"], ["--ridge-step-rows", "'0'"]),
+        (["--ridge-seed", "3"], ["--ridge-seed", "--ridge-rows random"]),
+        *((["--ridge-" + flag, value], ["--ridge-" + flag, "--ridge-maps"]) for flag, value in (
+            ("tail", "64"), ("min-prompt", "64"), ("step-rows", "64"), ("hazard", "allow"), ("rows", "digits"))),
         (["--ridge-maps", "x.gguf", "--embeddings"], ["--ridge-maps", "--embeddings"]),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) and v[0].startswith("--") else "",
@@ -179,7 +199,7 @@ def run(*arguments, **env) -> subprocess.CompletedProcess:
 def test_help_shows_every_flag_in_its_section(patched_lib):
     text = run("--help").stdout
     section = text[text.index("----- ridge params -----") :]
-    for flag in ("maps", "mode", "tail", "rows", "budget", "seed", "min-prompt"):
+    for flag in ("maps", "mode", "tail", "rows", "budget", "seed", "min-prompt", "step-rows", "hazard"):
         assert f"--ridge-{flag}" in section
         assert f"LLAMA_ARG_RIDGE_{flag.upper().replace('-', '_')}" in section
         assert f"--ridge-{flag} " not in text[: text.index(section)]

@@ -94,8 +94,7 @@ def compare_loss(records: Sequence[dict], a: str, b: str) -> dict:
 
 
 def summarise_facts(records: Sequence[dict]) -> dict:
-    """Per arm: hits with a Wilson interval and how many of them grew further digits; share of what exact gets; McNemar's
-    test against exact; rows.
+    """Per arm: hits with a Wilson interval; share of what exact gets; McNemar's test against exact; rows.
 
     Raises EvaluationError when exact was not measured.
     """
