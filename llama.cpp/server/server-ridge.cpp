@@ -133,10 +133,6 @@ std::string server_ridge::reason_for_exact(const server_task & task, const std::
     if (!lora_get_enabled_ids(lora).empty()) {
         return "lora";
     }
-    // the children of such a prompt would need its marks in a state that is saved and restored
-    if (mode == LLAMA_RIDGE_MODE_NOFILL && task.is_parent()) {
-        return "shared";
-    }
     for (int32_t i = 0; i < task.n_tokens(); i++) {
         if (task.tokens[i] == LLAMA_TOKEN_NULL) {
             return "multimodal";
