@@ -10,7 +10,9 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 model=$("$root/.venv/bin/python" "$root/scripts/fetch_model.py")
 copy=$root/out/smollm2-f32.gguf
 if [ ! -f "$copy" ]; then
-    "$root/build/bin/llama-quantize" --allow-requantize "$model" "$copy.part" F32 >/dev/null 2>&1
+    log=$(mktemp)
+    "$root/build/bin/llama-quantize" --allow-requantize "$model" "$copy.part" F32 >"$log" 2>&1 || { cat "$log" >&2; exit 1; }
+    rm "$log"
     mv "$copy.part" "$copy"
 fi
 

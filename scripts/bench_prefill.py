@@ -4,7 +4,8 @@
     bench_prefill.py                                  SmolLM2 as Q8_0, one thread, process CPU time
     bench_prefill.py --clock wall --threads 2         what a user waits
     bench_prefill.py --model shipped                  the Q4_1 file as shipped
-    bench_prefill.py --short                          what loaded maps cost a prompt too short to be filled
+    bench_prefill.py --short                          what loaded maps cost a prompt too short to be filled, in CPU time
+    RIDGE_BUILD=build-portable bench_prefill.py --short --instructions      the same, counted by callgrind
 
 The bound counts only work that no implementation of this split, tail and choice of rows can leave out, each part
 measured, as stock runs it:
@@ -104,6 +105,33 @@ def sweeps(timer: Timer, name: str, prefill) -> None:
     timer(f"{name} sweep 2", lambda: run(s["n_steps"] - s["n_steps_lower"]))
 
 
+def text_tokens(model: Model, n: int) -> list[int]:
+    tokens = model.tokenize("\n\n".join(passages()[: n // 20]), add_special=False)
+    assert len(tokens) >= n, f"expected {n} tokens of text, found {len(tokens)}"
+    return tokens[:n]
+
+
+def fill_times(model: Model, maps: list[Maps], tokens: list[int], threads: int, clock: str) -> list[list[float]]:
+    """Seconds to fill one row in one upper layer, of each of `maps` (of one split) in FILL_PAIRS rounds.
+
+    tokens  one ubatch for sweep 1, one row for decode
+    """
+    times = []
+    with Context(model, n_ctx=2 * N_UBATCH, n_batch=N_BATCH, n_ubatch=N_UBATCH, n_threads=threads) as ctx:
+        for i in range(FILL_PAIRS + 1):
+            timer, n_filled = Timer(clock), 0
+            for j in range(-1, len(maps))[:: 1 if i % 2 == 0 else -1]:
+                ctx.clear()
+                kw = dict(mode="fill" if j >= 0 else "nofill", maps=maps[max(j, 0)], split=maps[0].split, n_tail=1)
+                with ctx.prefill(tokens, **kw) as p:
+                    sweeps(timer, str(j), p)
+                    n_filled = p.stats["n_filled"]
+            plain = timer.median("-1 sweep 1")
+            rows = n_filled * (model.n_layer - maps[0].split)
+            times.append([(timer.median(f"{j} sweep 1") - plain) / rows for j in range(len(maps))])
+    return [list(t) for t in zip(*times[1:], strict=True)]  # the first round warms up
+
+
 class Bench:
     """The model, the same model without its upper layers, the maps, and one context of each model."""
 
@@ -115,11 +143,6 @@ class Bench:
         self.cut_model = Model(cut)
         kw = dict(n_ctx=N_CTX, n_batch=N_BATCH, n_ubatch=N_UBATCH, n_threads=threads)
         self.ctx, self.cut = Context(self.model, **kw), Context(self.cut_model, **kw)
-
-    def text(self, n: int) -> list[int]:
-        tokens = self.model.tokenize("\n\n".join(passages()[: n // 20]), add_special=False)
-        assert len(tokens) >= n, f"expected {n} tokens of text, found {len(tokens)}"
-        return tokens[:n]
 
     def once(self, timer: Timer, tokens: list[int], setting: Setting, exact: list[int], order: int) -> dict:
         """Every piece of work once; the two arms change places from one repetition to the next."""
@@ -160,21 +183,10 @@ class Bench:
     @functools.cached_property
     def fill_unit(self) -> float:
         """Seconds to fill one row in one upper layer; the same for every setting, so measured once."""
-        tokens = self.text(N_UBATCH + 1)  # one ubatch for sweep 1, one row for decode
-        pairs = []
-        with Context(self.model, n_ctx=2 * N_UBATCH, n_batch=N_BATCH, n_ubatch=N_UBATCH, n_threads=self.threads) as ctx:
-            for i in range(FILL_PAIRS + 1):
-                timer, n_filled = Timer(self.clock), 0
-                for mode in ("fill", "nofill")[:: 1 if i % 2 == 0 else -1]:
-                    ctx.clear()
-                    with ctx.prefill(tokens, mode=mode, maps=self.maps, split=self.split, n_tail=1) as p:
-                        sweeps(timer, mode, p)
-                        n_filled = p.stats["n_filled"]
-                pairs.append(timer.median("fill sweep 1") - timer.median("nofill sweep 1"))
-        return statistics.median(pairs[1:]) / (n_filled * (self.model.n_layer - self.split))  # the first warms up
+        return statistics.median(fill_times(self.model, [self.maps], text_tokens(self.model, N_UBATCH + 1), self.threads, self.clock)[0])
 
     def run(self, setting: Setting, repeats: int, tick) -> dict:
-        tokens = self.text(setting.n)
+        tokens = text_tokens(self.model, setting.n)
         exact = select_rows(setting.rows, self.model, tokens, self.maps.n_sink, setting.n - setting.tail, setting.budget)
         timer, stats = Timer(self.clock), {}
         for i in range(repeats):
@@ -237,6 +249,7 @@ def parse() -> argparse.Namespace:
     p.add_argument("--clock", choices=list(CLOCKS), default="cpu", help="process CPU time or wall clock (default %(default)s)")
     p.add_argument("--threads", type=int, default=1)
     p.add_argument("--short", action="store_true", help="below the minimum length: server with maps against server without")
+    p.add_argument("--instructions", action="store_true", help="with --short: count them with callgrind, on a build without AVX-512 (-DGGML_NATIVE=OFF)")
     p.add_argument("--out", type=Path, help="JSON file (default under out/)")
     args = p.parse_args()
     bad = [n for n in args.n if not args.tail < n <= N_CTX]
@@ -250,11 +263,15 @@ def main() -> int:
     path = {"q8_0": requantised, "shipped": lambda: SHIPPED}.get(args.model, lambda: Path(args.model))()
     settings = {"model": path.name, "maps": args.maps.name, "threads": args.threads, "clock": args.clock, "repeats": args.repeats}
     if args.short:
-        from bench_short import measure_short, show_short
+        import bench_short
 
-        results = measure_short(path, args.maps, console)
-        show_short(results, console)
-        name = "bench-short"
+        if args.instructions:
+            results = bench_short.count_short(path, args.maps)
+            bench_short.show_counts(results, console)
+        else:
+            results = bench_short.measure_short(path, args.maps, console)
+            bench_short.show_short(results, console)
+        name = "bench-short" + "-instructions" * args.instructions
     else:
         bench = Bench(path, args.maps, args.threads, args.clock)
         lines = [Setting(n, args.tail, rows, {"random": args.budget}.get(rows, 0.0)) for rows in args.rows for n in args.n]

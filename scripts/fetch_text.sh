@@ -21,7 +21,11 @@ trap 'rm -rf "$tmp"' EXIT
 cd "$tmp"
 if ! apt-get download -qq $packages 2>log; then
     # a bare image has no package lists yet
-    apt-get update -qq 2>>log && apt-get download -qq $packages 2>>log || { cat log >&2; exit 1; }
+    apt-get update -qq 2>>log && apt-get download -qq $packages 2>>log || {
+        cat log >&2
+        echo "fetch_text: expected the packages of Debian 12, found $(. /etc/os-release && echo "$PRETTY_NAME")" >&2
+        exit 1
+    }
 fi
 for p in $packages; do
     dpkg-deb -x "$p"_*.deb "$p"

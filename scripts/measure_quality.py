@@ -9,7 +9,7 @@ Sets: `loss` (tokens after a prefix of P rows, one window per document), `digits
 in chat prompts). Arms are written MODE[-SPLIT[:KIND]][+ROWS]: exact, cut (context cut to the tail), nofill-S15, identity-S19,
 fill-S19, fill-S19:kv, fill-S15+digits, fill-S15+random (as many rows as digits selects). A run that was stopped goes on where it was.
 
-Exit status: 0 when every criterion holds that the chosen sets and arms allow to check, 1 when one does not, 8 when the
+Exit status: 0 when every criterion holds that the chosen sets and arms allow to check, 1 when one does not, 2 when the
 measurement itself failed.
 """
 
@@ -35,6 +35,7 @@ from ridgefill import __version__, lib
 from ridgefill.errors import RidgefillError
 from ridgefill.evaluation import Arm, Engine, EvaluationError, facts, loss, report, texts
 from ridgefill.evaluation.journal import Journal
+from ridgefill.model_file import file_sha256
 
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 MAPS = [ROOT / "models" / f"smollm2-135m-instruct.s{s}.q8_0.ridge.gguf" for s in (19, 15)]
@@ -94,11 +95,6 @@ REDUCED = {
 REDUCED_BOUNDS = report.Bounds(n_documents=6, n_facts=8, loss=0.06, times=2.0, recall=0.85, kept=0.70, lost=0.25)
 
 
-def sha256(path: Path) -> str:
-    with path.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
 def measure(items: Sequence, name: Callable, run: Callable, journal: Journal, title: str) -> list[dict]:
     """Records of all items, those in the journal taken from it, in the order of the items."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
@@ -106,11 +102,9 @@ def measure(items: Sequence, name: Callable, run: Callable, journal: Journal, ti
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         for item in progress.track(items, description=title):
             key = f"{title} {name(item)}"
-            if key not in journal.done:
-                journal.add(key, run(item))
-                if not console.is_terminal:
-                    console.print(f"{key}: done", highlight=False)
-            records += journal.done[key]
+            records += journal.of(key, lambda item=item: run(item))
+            if not console.is_terminal:
+                console.print(f"{key}: done", highlight=False)
     return records
 
 
@@ -130,7 +124,8 @@ def measure_loss(engine: Engine, s: Settings, windows: Sequence, journal: Journa
     records = measure(
         windows, lambda w: w.document, lambda w: loss.score_window(engine, arms, w, s.tail, s.seed), journal, "loss"
     )
-    return {"items": records, "summary": report.summarise_loss(records)}
+    pairs = [report.compare_loss(records, a.name, b.name) for a, b in report.kind_pairs(arms)]
+    return {"items": records, "summary": report.summarise_loss(records), "pairs": pairs}
 
 
 def measure_facts(engine: Engine, s: Settings, items: Sequence, journal: Journal, kind: str) -> dict:
@@ -159,12 +154,15 @@ def check(found: dict, reduced: bool) -> tuple[list[report.Criterion], list[str]
             criteria += make(found[name]["items"])
         else:
             skipped.append(f"{name}: {'arms not measured: ' + ', '.join(missing) if missing else 'not measured'}")
+    criteria += report.kinds_criteria(found.get("loss", {}).get("pairs", ()), SHALLOW)
     return criteria, skipped
 
 
 def show(found: dict, criteria: Sequence[report.Criterion], skipped: Sequence[str]) -> None:
     if "loss" in found:
         console.print(report.loss_table(found["loss"]["summary"], "Loss on real text [95 % over documents]"))
+        if found["loss"]["pairs"]:
+            console.print(report.pairs_table(found["loss"]["pairs"], "Kinds of maps, paired by document"))
     for kind in ("digits", "words"):
         if kind in found:
             console.print(report.facts_table(found[kind]["summary"], f"Facts made of {kind}"))
@@ -195,7 +193,7 @@ def evaluate(
         maps = sorted((lib.Maps(model, p) for p in map_paths), key=lambda m: (m.split, m.kind))
         maps = [m for m in maps if m.split in wanted]
         about = {
-            "model": {"file": model_path.name, "sha256": sha256(model_path), "file_type": model.meta("general.file_type")},
+            "model": {"file": model_path.name, "sha256": file_sha256(model_path), "file_type": model.meta("general.file_type")},
             "maps": [{"split": m.split, "kind": m.kind, "file": Path(m.path).name, "hash": m.hash} for m in maps],
             "text": hashlib.sha256("".join(d.text for d in docs).encode()).hexdigest(),
             "settings": dataclasses.asdict(s) | {"n_sink": N_SINK, "n_answer": facts.N_ANSWER, "reduced": reduced},
@@ -260,7 +258,7 @@ def main(
         result = evaluate(model, maps, text, names, settings, reduced, threads, journal)
     except RidgefillError as e:
         console.print(f"measure_quality: {e}", style="red", highlight=False, soft_wrap=True)
-        raise typer.Exit(e.exit_code) from None
+        raise typer.Exit(2) from None
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
     journal.unlink()  # its records are in the result now

@@ -15,6 +15,7 @@ from ridgefill import lib
 
 SHAPE = dict(n_layer=5, head=32, n_head=2, n_head_kv=1)  # width 64
 SINK, CTX = 4, 128
+OPTIONS = [f"ctx={CTX}"]  # recorded of config(), as not at its default
 WORDS = "the and ring inn sword town is of thin other hint worn fasten river cat 7 12 500 a in on he she it".split()
 
 

@@ -18,6 +18,12 @@ import pico
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def pytest_collection_modifyitems(items) -> None:
+    """`pytest -k field_report_12_` runs the tests of row 12 of the field reports (test_field_reports.py)."""
+    for item in items:
+        item.extra_keyword_matches.update(f"field_report_{mark.args[0]}_" for mark in item.iter_markers("field_report"))
+
+
 def _library(folder: Path, make: str) -> Path:
     if not (folder / "libllama.so").exists() and not (folder / "libllama.dylib").exists():
         pytest.fail(f"expected libllama in {folder}, found none: build it with {make}", pytrace=False)

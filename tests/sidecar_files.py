@@ -358,14 +358,27 @@ def operated(good: bytes, surgery: Callable[[RawGguf], object], seal: bool = Tru
     return (raw.seal() if seal else raw).to_bytes()
 
 
-def write_lora(path: Path | str, *, arch: str, n_embd: int, rank: int = 4) -> Path:
-    """A LoRA adapter for layer 0's query projection (square), all zero."""
+def write_lora(path: Path | str, *, arch: str, n_embd: int, rank: int = 4, scale: float = 0.0) -> Path:
+    """A LoRA adapter for layer 0's query projection (square), random values of this scale."""
+    r = np.random.default_rng(0)
     w = gguf.GGUFWriter(path, arch)
     w.add_type("adapter")
     w.add_string("adapter.type", "lora")
     w.add_float32("adapter.lora.alpha", float(rank))
-    w.add_tensor("blk.0.attn_q.weight.lora_a", np.zeros((rank, n_embd), np.float32))
-    w.add_tensor("blk.0.attn_q.weight.lora_b", np.zeros((n_embd, rank), np.float32))
+    w.add_tensor("blk.0.attn_q.weight.lora_a", r.normal(0, scale, (rank, n_embd)).astype(np.float32))
+    w.add_tensor("blk.0.attn_q.weight.lora_b", r.normal(0, scale, (n_embd, rank)).astype(np.float32))
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+    return Path(path)
+
+
+def write_control_vector(path: Path | str, *, arch: str, n_embd: int) -> Path:
+    """A control vector for layer 5, all zero."""
+    w = gguf.GGUFWriter(path, "controlvector")
+    w.add_string("controlvector.model_hint", arch)
+    w.add_tensor("direction.5", np.zeros(n_embd, np.float32))
     w.write_header_to_file()
     w.write_kv_data_to_file()
     w.write_tensors_to_file()

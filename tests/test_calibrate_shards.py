@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from calibrate_pico import arguments, config, corpus, hashes, keys_of, library, model  # noqa: F401
+from calibrate_pico import OPTIONS, arguments, config, corpus, hashes, keys_of, library, model  # noqa: F401
 from ridgefill import calibrate as cal
 from ridgefill import cli, sidecar, sums_file
 from ridgefill.errors import OutputExists, RidgefillError
@@ -120,7 +120,7 @@ def test_maps_of_merged_sums_equal_those_of_one_pass(whole, shards, tmp_path):
     for path in tmp_path.glob("*.gguf"):
         assert_same_maps(path, whole / path.name)
         a, b = keys_of(path), keys_of(whole / path.name)
-        assert a.pop("ridge.calibration.options") == ["shards=4"]
+        assert a.pop("ridge.calibration.options") == [*OPTIONS, "shards=4"] and b.pop("ridge.calibration.options") == OPTIONS
         for name in [k for k in b if k.startswith(("ridge.r2", "ridge.lambda"))]:
             assert np.allclose(a.pop(name), b.pop(name), rtol=1e-6)
         hashed = ("ridge.tensors_sha256", "ridge.metadata_sha256")
@@ -140,7 +140,7 @@ def test_the_ordinary_command_solves_merged_sums(model, corpus, whole, shards, t
     cal.calibrate(config(model, corpus, tmp_path / "m.gguf", sums=str(tmp_path / "s.npz"), **ALL))
     for path in tmp_path.glob("*.gguf"):
         assert_same_maps(path, whole / path.name)
-        assert keys_of(path)["ridge.calibration.options"] == ["shards=4"]
+        assert keys_of(path)["ridge.calibration.options"] == [*OPTIONS, "shards=4"]
 
 
 def test_shards_can_be_merged_some_at_a_time(shards, tmp_path):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import pico
-from calibrate_pico import SHAPE, SINK, arguments, config, corpus, inputs_by_hand, keys_of, library, model, words  # noqa: F401
+from calibrate_pico import OPTIONS, SHAPE, SINK, arguments, config, corpus, inputs_by_hand, keys_of, library, model, words  # noqa: F401
 from ridgefill import calibrate as cal
 from ridgefill import cli, lib, sidecar
 from ridgefill.capture import as_conversation, in_share
@@ -175,7 +175,7 @@ def test_documents_that_share_text_are_dropped_on_request(model, mixed, corpus, 
         ["left out", " 1.txt (to fit) and 5.txt (held out)"],
         ["left out", " 2.txt (to fit) and 6.txt (for evaluation)"],
     ]
-    assert sorted(keys_of(tmp_path / "m.gguf")["ridge.calibration.options"]) == ["dropped=1.txt", "dropped=2.txt"]
+    assert sorted(keys_of(tmp_path / "m.gguf")["ridge.calibration.options"]) == [*OPTIONS, "dropped=1.txt", "dropped=2.txt"]
     # the same as without these documents
     entries = json.loads((mixed / "sources.json").read_text())
     (mixed / "sources.json").write_text(json.dumps([e for e in entries if e["file"] not in ("1.txt", "2.txt")]))
@@ -190,7 +190,7 @@ def test_documents_that_share_text_are_kept_on_request(model, mixed, tmp_path):
         assert len(run.prepared.documents[0]) == 4
         run.run()
     assert len(said) == 2 and said[0].startswith("shared text: ")
-    assert keys_of(tmp_path / "m.gguf")["ridge.calibration.options"] == ["overlap=keep"]
+    assert keys_of(tmp_path / "m.gguf")["ridge.calibration.options"] == [*OPTIONS, "overlap=keep"]
     with pytest.raises(RidgefillError, match="overlap: expected one of refuse, drop, keep, found 'ignore'"):
         cal.Calibration(config(model, mixed, tmp_path / "n.gguf", overlap="ignore"))
 
@@ -215,7 +215,7 @@ def test_evaluation_text_that_is_given_is_kept_apart(model, corpus, tmp_path):
         cal.Calibration(config(model, corpus, tmp_path / "m.gguf", **given))
     cal.calibrate(config(model, corpus, tmp_path / "m.gguf", overlap="drop", **given))
     keys = keys_of(tmp_path / "m.gguf")
-    assert keys["ridge.calibration.options"] == ["dropped=4.txt", "evaluation_documents=3"]  # with the two of the corpus
+    assert keys["ridge.calibration.options"] == [*OPTIONS, "dropped=4.txt", "evaluation_documents=3"]  # with the two of the corpus
     assert keys["ridge.calibration.n_heldout_documents"] == 1
     # of a set of text, what is not for evaluation is not judged on
     cal.Calibration(config(model, corpus, tmp_path / "n.gguf", evaluation_text=[str(corpus)])).__exit__()
@@ -267,7 +267,7 @@ def test_a_share_of_the_documents_is_run_as_chat(model, one_long, tmp_path):
                 assert found == expected
                 assert (1 in found) == bool(i % 2)  # <|im_start|>
         run.run()
-    assert keys_of(tmp_path / "m.gguf")["ridge.calibration.options"] == ["chat_share=0.5"]
+    assert keys_of(tmp_path / "m.gguf")["ridge.calibration.options"] == [*OPTIONS, "chat_share=0.5"]
 
 
 def test_a_model_without_a_chat_template_is_refused(one_long, tmp_path, monkeypatch):
@@ -292,7 +292,7 @@ def test_row_stride_takes_every_nth_row(model, corpus, tmp_path):
     with np.load(tmp_path / "s.npz") as z:
         about = rows - z["kv_prev/fit/2/origin_x"]
         assert np.allclose(z["kv_prev/fit/2/xx"], about.T @ about, rtol=1e-5, atol=1e-5 * np.abs(about.T @ about).max())
-    assert keys_of(tmp_path / "m.gguf")["ridge.calibration.options"] == ["row_stride=3"]
+    assert keys_of(tmp_path / "m.gguf")["ridge.calibration.options"] == [*OPTIONS, "row_stride=3"]
     for bad, message in ((dict(row_stride=0), "row stride: expected at least 1"), (dict(chat_share=1.5), "chat share: expected 0 to 1")):
         with pytest.raises(RidgefillError, match=message):
             cal.Calibration(config(model, corpus, tmp_path / "n.gguf", **bad))
@@ -304,8 +304,8 @@ def test_row_stride_takes_every_nth_row(model, corpus, tmp_path):
 
 
 def test_the_library_reads_a_sidecar_with_options_and_ordinary_ones_have_none(model, corpus, tmp_path):
-    cal.calibrate(config(model, corpus, tmp_path / "a.gguf"))
-    cal.calibrate(config(model, corpus, tmp_path / "b.gguf", row_stride=2))
+    cal.calibrate(config(model, corpus, tmp_path / "a.gguf", ctx=2048))
+    cal.calibrate(config(model, corpus, tmp_path / "b.gguf", ctx=2048, row_stride=2))
     assert "ridge.calibration.options" not in sidecar.inspect(tmp_path / "a.gguf")["keys"]
     assert sidecar.inspect(tmp_path / "b.gguf")["keys"]["ridge.calibration.options"] == ["row_stride=2"]
     with lib.Model(model) as m, lib.Maps(m, tmp_path / "b.gguf") as maps:
@@ -318,5 +318,5 @@ def test_commands_pass_the_options_on(model, one_long, corpus, tmp_path):
     done = runner.invoke(cli.calibrate_app, [*args, *more])
     assert done.exit_code == 0, done.output
     found = keys_of(tmp_path / "m.gguf")["ridge.calibration.options"]
-    assert found == ["row_stride=2", "chat_share=0.25", "evaluation_documents=2"]
+    assert found == [*OPTIONS, "heldout_documents=2", "row_stride=2", "chat_share=0.25", "evaluation_documents=2"]
     assert "tokens/s in the first chunk: about" in done.stderr

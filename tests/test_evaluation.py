@@ -396,6 +396,26 @@ def test_loss_criteria(excess, failing):
 
 
 @pytest.mark.parametrize(
+    "kv, kv_prev, failing",
+    [
+        (0.005, -0.12, []),
+        (-0.02, -0.18, ["loss of fill-S15:kv over fill-S15:input, either way"]),
+        (0.0, -0.06, ["loss of fill-S15:kv_prev over fill-S15:kv, key tokens"]),
+        (0.0, 0.12, ["loss of fill-S15:kv_prev over fill-S15:kv, upper end", "loss of fill-S15:kv_prev over fill-S15:kv, key tokens"]),
+    ],
+)
+def test_kinds_criteria(kv, kv_prev, failing):
+    """kv and kv_prev: loss over input's. On the key tokens of loss_records() arms differ ten times as much."""
+    arms = [Arm("fill", 15, kind=k) for k in ("kv_prev", "input", "kv")]
+    excess = {"exact": 0.0, arms[1].name: 0.1, arms[2].name: 0.1 + kv, arms[0].name: 0.1 + kv_prev}
+    records = loss_records(excess)
+    pairs = [report.compare_loss(records, a.name, b.name) for a, b in report.kind_pairs([Arm("exact"), *arms])]
+    assert [(p["a"], p["b"]) for p in pairs] == [(arms[0].name, arms[2].name), (arms[2].name, arms[1].name)]
+    assert sorted(c.name for c in report.kinds_criteria(pairs, 15) if not c.holds) == sorted(failing)
+    assert not [c for c in report.kinds_criteria(pairs, 19) if "key tokens" in c.name]
+
+
+@pytest.mark.parametrize(
     "hits, failing",
     [
         ({"exact": 40, "fill-S19": 38, "fill-S15": 2, "fill-S15+digits": 38}, []),

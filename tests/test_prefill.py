@@ -66,15 +66,20 @@ def test_cancel_keeps_the_rows_before_the_prompt(model):
 
 
 @pytest.mark.parametrize("unified", [True, False])
+@pytest.mark.field_report(15, "llama-ridge-prefill.cpp", "llama_ridge_prefill_cancel(&pf);")
 def test_a_full_cache_costs_only_the_prompt_that_does_not_fit(model, unified):
     """Four prompts at once: the ones that find no cells fail by name and leave none behind, the others finish."""
     size = 512 if unified else 1024
     with Context(model, n_ctx=size, n_batch=64, n_ubatch=UBATCH, n_seq_max=4, kv_unified=unified, n_threads=1) as ctx:
         # together more than the unified cache holds, in a split cache the longest one more than its own share
         lengths = [N, N, N, N] if unified else [N, N, N, 400]
-        running = {s: ctx.prefill(tokens(n, seed=s), seq=s, mode="identity", split=3, n_tail=16) for s, n in enumerate(lengths)}
+        running, lost = {}, {}
+        for s, n in enumerate(lengths):
+            try:
+                running[s] = ctx.prefill(tokens(n, seed=s), seq=s, mode="identity", split=3, n_tail=16)
+            except RidgeError as e:  # a share of the cache that is too small is seen before the first step
+                lost[s] = str(e)
         n_done = {s: p.n_done for s, p in running.items()}
-        lost = {}
         while running:
             for s in list(running):
                 try:
@@ -83,11 +88,53 @@ def test_a_full_cache_costs_only_the_prompt_that_does_not_fit(model, unified):
                 except RidgeError as e:
                     lost[s] = str(e)
                     running.pop(s).close()
-        assert len(lost) == 1 and "no free cells" in next(iter(lost.values()))
-        for s in n_done:
+        assert len(lost) == 1 and "free cells in the KV cache for the rest of the prompt, found" in next(iter(lost.values()))
+        for s in range(4):
             assert ctx.seq_pos_max(s) == (-1 if s in lost else n_done[s] - 1)
 
 
+def test_a_prefill_that_ends_removes_its_own_rows_and_no_others(model):
+    """What came into the sequence by other ways stays, whether the prefill was never stepped, failed, or found others' rows."""
+    prompt = tokens()
+    with context(model) as ctx:
+        idle, late = (ctx.prefill(prompt, mode="identity", split=3, n_tail=16) for _ in range(2))
+        ctx.decode(prompt)
+        rows = lambda: [ctx.get_kv(0, il, w, 0, N).tobytes() for il in range(model.n_layer) for w in "kv"]  # noqa: E731
+        before = rows()
+        idle.close()
+        with pytest.raises(RidgeError, match="changed meanwhile"):
+            late.step()
+        late.close()
+        assert ctx.seq_pos_max(0) == N - 1 and rows() == before
+    with context(model) as ctx:
+        first, second = (ctx.prefill(prompt, mode="identity", split=3, n_tail=16) for _ in range(2))
+        first.run()
+        with pytest.raises(RidgeError, match="changed meanwhile"):
+            second.step()
+        second.close()
+        assert ctx.seq_pos_max(0) == first.n_done - 1
+        first.close()
+
+
+def test_rows_of_a_copied_sequence_are_read_as_they_will_be(model):
+    """In a split cache a copy waits for the next decode: who looks before it must not see what lay there."""
+    with context(model, n_seq_max=2) as ctx:
+        ctx.decode(tokens(40), seq=0)
+        ctx.decode(tokens(40, seed=9), seq=1)
+        ctx.seq_cp(0, 1)
+        for il in range(model.n_layer):
+            assert ctx.get_kv(1, il, "k", 0, 40).tobytes() == ctx.get_kv(0, il, "k", 0, 40).tobytes()
+
+
+@pytest.mark.parametrize("p0, p1", [(-1, 3), (0, 2**31 - 1), (-(2**31), 2**31 - 1)])
+def test_impossible_positions_are_refused(model, p0, p1):
+    with context(model) as ctx:
+        ctx.decode(tokens(8))
+        with pytest.raises(RidgeError, match="expected positions from 0 on"):
+            ctx.get_kv(0, 0, "k", p0, p1)
+
+
+@pytest.mark.field_report(16, "llama-ridge-prefill.cpp", "if (!cache_is_ours(*pf, kv)) {", "if (false) {")
 def test_a_cache_changed_under_the_prefill_is_an_error(model, fresh):
     with context(model) as ctx:
         with ctx.prefill(tokens(), mode="identity", split=3, n_tail=16) as p:

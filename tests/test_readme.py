@@ -45,10 +45,12 @@ def test_missing_result_is_named(tmp_path):
         readme_tables.render("<!-- results/none.json -->\n<!-- end -->", tmp_path)
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/HOW-IT-WORKS.md", "llama.cpp/README.md"])
+DOCUMENTS = ["README.md", "llama.cpp/README.md", "models/README.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_named_files_exist(document):
     text = (ROOT / document).read_text()
     links = [(ROOT / document).parent / t for t in re.findall(r"\]\(([^)#:]+)\)", text)]
-    names = [ROOT / t for t in re.findall(r"(?<![\w/])(?:scripts|tests|docs|models)/[\w./-]*\w\.\w+", text)]
-    assert links or names
+    names = [ROOT / t for t in re.findall(r"(?<![\w/])(?:scripts|tests|docs|models)/[\w./-]*\w\.(?:py|sh|md|json|cpp)\b", text)]
     assert not [str(p) for p in links + names if not p.exists()]

@@ -21,12 +21,12 @@ from calibrate_pico import CTX, SINK, arguments, config, corpus, keys_of, librar
 from ridgefill import calibrate as cal
 from ridgefill import cli, lib, score, sidecar
 from ridgefill.capture import Chunk
-from ridgefill.errors import RidgefillError, SidecarError, StatisticsError
+from ridgefill.errors import RidgefillError, SidecarError, StatisticsError, TextError
 from ridgefill.reference import Weights, forward, load_maps
 from ridgefill.reference.fill import features
 from ridgefill.reference.forward import _attend, _linear, _turned, rms_norm
 from ridgefill.stopping import Stopped
-from ridgefill.text import read_documents
+from ridgefill.text import Document, read_documents
 from test_projections import rewritten
 
 SHAPE = dict(n_layer=5, head=32, n_head=4, n_head_kv=2)
@@ -240,6 +240,23 @@ def test_unseen_documents_are_those_that_the_calibration_held_out(model, corpus,
             expected = run.prepared.documents[1]
             run.run()
         assert score.unseen(read_documents([text]), keys_of(tmp_path / "m.gguf")) == expected
+        # another file beside them changes nothing; without any of them there is nothing to judge by
+        other = Document("x.txt", "Other text.", "x")
+        keys = keys_of(tmp_path / "m.gguf")
+        assert score.unseen([other, *read_documents([text])], keys) == expected
+        with pytest.raises(TextError, match="documents held out, found none of these among 1"):
+            score.unseen([other], keys)
+
+
+def test_a_file_that_does_not_say_what_was_held_out_needs_marked_text(model, corpus, tmp_path):  # noqa: F811
+    """As files are that were made before the record was."""
+    cal.calibrate(config(model, corpus, tmp_path / "m.gguf"))
+    keys = keys_of(tmp_path / "m.gguf")
+    expected = score.unseen(read_documents([corpus]), keys)
+    del keys["ridge.calibration.heldout_sha256"]
+    assert score.unseen(read_documents([corpus]), keys) == expected
+    with pytest.raises(TextError, match="expected documents that sources.json marks as heldout"):
+        score.unseen([Document("x.txt", "Other text.", "x")], keys)
 
 
 #
@@ -429,7 +446,7 @@ def test_score_command_refuses_before_it_changes_the_file(model, corpus, plain, 
     other.write_bytes(other.read_bytes().replace("Ġthe".encode(), "Ġteh".encode()))
     assert "the tokenizers differ" in refusal(3, path, other)
     assert "expected text of at least 6 tokens to judge by, found 0 rows" in refusal(4, path, model, "--unseen", text=short)
-    assert "found 0 and 1" in refusal(4, path, model, text=short)
+    assert "found none of these among 1; --unseen" in refusal(4, path, model, text=short)
     assert "no such file" in refusal(7, tmp_path / "none.gguf", model)
     assert "it is a model of architecture" in refusal(7, model, model)
 

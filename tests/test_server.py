@@ -11,7 +11,7 @@ import re
 
 import pytest
 
-from server_util import BATCH, N, SPLIT, TAIL, Server, cold, prompt_tokens, random_maps, ridge_of
+from server_util import BATCH, N, SPLIT, TAIL, UBATCH, Server, cold, prompt_tokens, random_maps, ridge_of
 from server_util import maps, model, plain, prompt  # noqa: F401  (fixtures)
 
 
@@ -60,6 +60,7 @@ def test_a_request_for_fills_without_maps_runs_exactly(plain, prompt, exact_toke
 
 
 @pytest.mark.parametrize("n", [BATCH - 1, BATCH, BATCH + 1, 2 * BATCH - 1, 2 * BATCH, 2 * BATCH + 1, N])
+@pytest.mark.field_report(14, "llama-ridge-prefill.cpp", "pf->n_done = cuts[cuts.size() - 2];", "pf->n_done = n_tokens - 1;")
 def test_plumb_equals_off(server, n):
     prompt = prompt_tokens(server, n, start=50)
     for _ in range(2):
@@ -86,6 +87,7 @@ def test_a_short_prompt_runs_as_without_maps(server, plain):
 #
 
 
+@pytest.mark.field_report(1, "server-ridge.cpp", "n_past = std::min(n_past, prompt.ridge.first_filled());")
 def test_exact_after_filled_processes_everything_again(model, maps, server, prompt, exact_tokens):
     filled = server.completion(prompt, "fill", cache_prompt=False)
     assert_filled(filled, N)
@@ -98,6 +100,7 @@ def test_exact_after_filled_processes_everything_again(model, maps, server, prom
     assert again["timings"]["prompt_n"] == 1 and ridge_of(again)["cached_filled"] == 0
 
 
+@pytest.mark.field_report(10, "server-ridge.cpp", "n_past = std::min(n_past, prompt.ridge.first_filled(i_tail));", "n_past = 0;")
 def test_filled_twice_is_reused(server, prompt):
     first = server.completion(prompt, "fill", cache_prompt=False)
     second = server.completion(prompt, "fill")
@@ -148,6 +151,44 @@ def test_filled_rows_in_the_tail_are_not_reused(server, prompt):
     assert r["cached"] <= len(part) - TAIL and r["exact"] >= TAIL and r["cached_filled"] > 0
 
 
+@pytest.mark.parametrize("hazard", ["refill", "allow"])
+def test_hazard_rows_are_counted(model, maps, prompt, hazard):
+    """Rows of a prompt's exact tail that an earlier prompt filled: by default they run again, exactly."""
+    part = prompt[: N - 2 * TAIL]
+    with Server(model, "--ridge-hazard", hazard, maps=maps) as s:
+        assert s.get("/props")["ridge"]["hazard"] == hazard
+        assert ridge_of(s.completion(prompt, "fill"))["hazard"] == 0
+        r = ridge_of(s.completion(part, "fill"))
+        assert r["reason"] == "short" and r["hazard"] == TAIL - 1  # the last row always runs
+        assert r["cached"] == (len(part) - TAIL if hazard == "refill" else len(part) - 1)
+        assert s.metrics()['llamacpp:ridge_rows_total{kind="hazard"}'] == TAIL - 1
+        # an exact prompt drops them with all other filled rows: nothing to choose
+        assert ridge_of(s.completion(part, "off"))["hazard"] == 0
+
+
+def test_an_edit_among_filled_rows_is_refilled(model, maps, prompt):
+    """A turn that edits an earlier message, so near the end that filled rows lie in its tail: as on a fresh server."""
+    # its tail begins where both prompts are cut, so that the rows before it have the same bits
+    edited = prompt[: 3 * UBATCH + TAIL // 4] + prompt[: TAIL - TAIL // 4]
+    with Server(model, maps=maps) as s:
+        s.completion(prompt, "fill")
+        answer = s.completion(edited, "fill")
+        r = ridge_of(answer)
+        assert r["hazard"] == TAIL // 4 and r["cached_filled"] > 0 and r["cached"] == len(edited) - TAIL
+    assert answer["tokens"] == cold(model, maps, edited, "fill")
+
+
+def test_step_rows_bound_a_step(model, maps, prompt):
+    """A report comes after every step: half the rows in a step, about twice the reports."""
+    reports = {}
+    for rows in (UBATCH, UBATCH // 2):
+        with Server(model, "--ridge-step-rows", rows, maps=maps) as s:
+            assert s.get("/props")["ridge"]["step_rows"] == rows
+            with s.stream(prompt, "fill", return_progress=True) as events:
+                reports[rows] = sum("prompt_progress" in e for e in events)
+    assert reports[UBATCH // 2] >= 1.5 * reports[UBATCH]
+
+
 def test_each_mode_has_its_own_cells(server, prompt):
     texts = {}
     for i, mode in enumerate(("fill", "identity", "nofill", "fill")):
@@ -164,6 +205,7 @@ def test_plumb_reuses_pure_cells_only(server, prompt, exact_tokens):
     assert answer["timings"]["cache_n"] == 0 and answer["tokens"] == exact_tokens
 
 
+@pytest.mark.field_report(1, "server-task.cpp", "/*.ridge       =*/ prompt.ridge,")
 def test_other_slot_and_host_cache_never_give_filled_cells_to_exact(model, maps, prompt, exact_tokens):
     with Server(model, maps=maps, np=2) as s:
         other = prompt_tokens(s, N, start=700)
@@ -243,14 +285,15 @@ def test_slot_file_of_a_filled_slot_is_refused(model, maps, prompt, exact_tokens
 
 
 def test_several_completions_of_one_filled_prompt(model, maps, prompt):
+    """The copy says what the original says: rows, fills and the marks of nofill went along."""
     with Server(model, maps=maps, np=2) as s:
-        for mode, reason in (("fill", None), ("nofill", "shared")):
+        for mode in ("fill", "nofill"):
+            alone = s.completion(prompt, mode, cache_prompt=False)["tokens"]
             answers = s.completion(prompt, mode, n_cmpl=2, cache_prompt=False)
-            assert len(answers) == 2 and answers[0]["tokens"] == answers[1]["tokens"]
-            assert all(ridge_of(a)["reason"] == reason for a in answers)
-            if reason is None:
-                for slot in (0, 1):
-                    assert s.completion(prompt, "off", id_slot=slot, n_predict=1)["timings"]["cache_n"] == 0
+            assert [a["tokens"] for a in answers] == [alone, alone]
+            assert all(ridge_of(a)["reason"] is None for a in answers)
+            for slot in (0, 1):
+                assert s.completion(prompt, "off", id_slot=slot, n_predict=1)["timings"]["cache_n"] == 0
 
 
 # letters only: a byte that is no character yet would come without its probability
@@ -296,6 +339,7 @@ def test_no_history_leaks_fills_into_exact_answers(model, maps, plain, seed):
 #
 
 
+@pytest.mark.field_report(28, "server-ridge-stats.cpp", "n_rows_filled += stats.n_filled;")
 def test_timings_log_metrics_and_props_agree(model, maps, prompt):
     with Server(model, maps=maps) as s:
         answers = [
@@ -319,6 +363,11 @@ def test_timings_log_metrics_and_props_agree(model, maps, prompt):
         assert count("exact", "off") == 1 and count("exact", "plumb") == 1
         assert m['llamacpp:ridge_rows_total{kind="filled"}'] == sum(r["filled"] for r in ridges)
         assert m['llamacpp:ridge_rows_total{kind="exact"}'] == sum(r["exact"] for r in ridges)
+        assert m["llamacpp:ridge_prompts_seen_total"] == len(answers)
+        for sweep in ("lower", "upper"):
+            seconds = sum(r[f"{sweep}_ms"] for r in ridges) / 1000
+            assert m[f'llamacpp:ridge_seconds_total{{sweep="{sweep}"}}'] == pytest.approx(seconds, rel=1e-3)
+        assert s.slots()[0]["ridge"] == ridges[-1]
         assert m["llamacpp:prompt_tokens_total"] == sum(a["timings"]["prompt_n"] for a in answers)
 
         lines = [line for line in s.ridge_lines() if "mode = " in line]
@@ -332,19 +381,31 @@ def test_timings_log_metrics_and_props_agree(model, maps, prompt):
         assert (p["split"], p["kind"], p["mode"], p["tail"], p["min_prompt"]) == (SPLIT, "input", "fill", TAIL, 2 * TAIL)
 
 
-@pytest.mark.parametrize("path", ["/completion", "/v1/completions", "/v1/chat/completions"])
+PATHS = ["/completion", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"]
+
+
+def body_of(path: str, text: str, n_predict: int) -> dict:
+    """A request for `text`, in the form of its endpoint."""
+    if path == "/v1/responses":
+        return {"input": text, "max_output_tokens": n_predict}
+    content = {"messages": [{"role": "user", "content": text}]} if path in ("/v1/chat/completions", "/v1/messages") else {"prompt": text}
+    return content | {"max_tokens": n_predict}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.field_report(28, "server-common.cpp", "ridge.add_to(base);")
 def test_every_endpoint_fills_and_reports(server, prompt, path):
     text = server.post("/detokenize", {"tokens": prompt})["content"]
-    body = {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
-    body |= {"temperature": 0, "max_tokens": 4, "cache_prompt": False}
-    for _ in range(2):
-        assert server.post(path, body | {"ridge": {"mode": "fill"}})["timings"]["ridge"]["filled"] > 0
-    with server.stream(path=path, mode="identity", **body) as events:
+    body = lambda mode: body_of(path, f"{path} {mode}: {text}", 4) | {"temperature": 0}  # noqa: E731  (another prompt each time)
+    for mode in ("fill", "off", "identity"):
+        r = server.post(path, body(mode) | {"ridge": {"mode": mode}})["timings"]["ridge"]
+        assert r["mode"] == mode and (r["filled"] > 0) == (mode != "off")
+    with server.stream(path=path, mode="fill", **body("stream")) as events:
         r = [e["timings"]["ridge"] for e in events if "timings" in e][-1]
-    assert r["filled"] > 0 and r["mode"] == "identity"
+    assert r["filled"] > 0 and r["mode"] == "fill"
 
 
-@pytest.mark.parametrize("path", ["/completion", "/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     "ridge, names",
     [
@@ -358,9 +419,9 @@ def test_every_endpoint_fills_and_reports(server, prompt, path):
         ("fill", ["ridge", "object", "fill"]),
     ],
 )
+@pytest.mark.field_report(24, "server-ridge-request.cpp", "throw std::invalid_argument(\"Field 'ridge': unknown key '\" + key + \"', expected mode, tail or min_prompt\");")
 def test_bad_field_is_a_400_that_names_it(server, path, ridge, names):
-    content = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "Hi"}
-    status, message = server.error(path, {**content, "max_tokens": 1, "ridge": ridge})
+    status, message = server.error(path, body_of(path, "Hi", 1) | {"ridge": ridge})
     assert status == 400 and all(name in message for name in names), message
 
 
@@ -374,6 +435,7 @@ def test_null_field_is_no_field(plain):
     [
         (["--ridge-mode", "off"], lambda r, full: r["reason"] == "off"),
         (["--ridge-mode", "identity"], lambda r, full: r["mode"] == "identity" and r["filled"] == full),
+        (["--ridge-tail", "100"], lambda r, full: r["filled"] == full + TAIL - 100),
         (["--ridge-rows", "digits"], lambda r, full: full / 2 < r["filled"] < full),
         (["--ridge-rows", "digits", "--ridge-budget", "2"], lambda r, full: r["filled"] == full - 2),
         (["--ridge-rows", "random", "--ridge-budget", "0.25"], lambda r, full: abs(r["filled"] - 0.75 * full) < 4),
@@ -382,6 +444,7 @@ def test_null_field_is_no_field(plain):
     ],
     ids=lambda v: " ".join(v).replace("--ridge-", "") if isinstance(v, list) else "",
 )
+@pytest.mark.field_report(32, "common-ridge-args.cpp", "params.ridge.budget = budget;")
 def test_each_flag_changes_what_is_filled(model, maps, server, prompt, flags, check):
     full = ridge_of(server.completion(prompt, "fill", cache_prompt=False))["filled"]
     with Server(model, *flags, maps=maps) as s:

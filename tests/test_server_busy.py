@@ -45,6 +45,7 @@ def users_and_newcomer(model, maps, mode: str | None, unified: bool):
 
 
 @pytest.mark.parametrize("unified", [False, True], ids=["split", "unified"])
+@pytest.mark.field_report(12, "server-context.cpp", "if (!slot.is_processing() || ridge.is_active(slot.id)) {", "if (!slot.is_processing()) {")
 def test_users_do_not_notice_a_prompt_that_fills(model, maps, unified):
     alone, _ = users_and_newcomer(model, maps, None, unified)
     # an event may hold more than one token: bytes that are no character yet wait for the next
@@ -81,20 +82,33 @@ def test_metrics_answer_while_a_prompt_fills(model, maps):
         assert progress == sorted(progress) and len(set(progress)) > 10 and progress[-1] == len(p)
 
 
-def test_no_room_for_the_fill_runs_exactly(model, maps, prompt):
-    """An idle slot's rows are in the way: the prefill gives up, and the ordinary path makes room as upstream does."""
-    flags = ["--kv-unified", "--no-cache-idle-slots", "-c", 1024]
-    wanted = cold(model, maps, prompt, "off", n_predict=8)
-    with Server(model, *flags, maps=maps, np=2) as s:
+ONE_CACHE = ["--kv-unified", "--no-cache-idle-slots", "-c", 1024]
+
+
+def test_an_idle_slot_gives_up_its_rows_for_a_fill(model, maps, prompt):
+    """As the ordinary path has it; before the sweeps, so that none of their work is lost."""
+    with Server(model, *ONE_CACHE, maps=maps, np=2) as s:
         other = prompt_tokens(s, N, start=700)
         s.completion(other, "fill", id_slot=0)
-        answer = s.completion(prompt, "fill", id_slot=1, n_predict=8)
-        assert ridge_of(answer)["reason"] == "no_space" and ridge_of(answer)["filled"] == 0
-        assert answer["timings"]["prompt_n"] == N
-        assert answer["tokens"] == wanted
-        # the cells are pure, and there is room now
-        assert s.completion(prompt, "off", id_slot=1)["timings"]["prompt_n"] == 1
-        assert ridge_of(s.completion(prompt, "fill", id_slot=1, cache_prompt=False))["filled"] > 0
+        r = ridge_of(s.completion(prompt, "fill", id_slot=1, n_predict=8))
+        assert r["reason"] is None and r["filled"] > 0
+        assert ridge_of(s.completion(other, "fill", id_slot=0, n_predict=1))["cached"] == 0
+
+
+def test_field_report_15_of_prompts_too_many_only_the_loser_gets_an_error(model, maps, prompt):
+    """One cache with room for one prompt: the second is refused in words, and the first goes on as if it were alone."""
+    with Server(model, *ONE_CACHE, maps=maps, np=2) as s:
+        other = prompt_tokens(s, N, start=700)
+        alone = s.completion(prompt, "fill", id_slot=0, n_predict=200)["content"]
+        for _ in range(2):
+            with s.stream(prompt, "fill", id_slot=0, n_predict=200, cache_prompt=False) as events:
+                text = next(events)["content"]
+                status, message = s.error("/completion", {"prompt": other, "id_slot": 1, "n_predict": 4, "ridge": {"mode": "fill"}})
+                assert status == 500 and "expected 600 free cells" in message and "does not fit into the KV cache" in message
+                text += "".join(e["content"] for e in events)
+            assert text == alone
+        assert s.metrics()['llamacpp:ridge_prompts_total{outcome="skipped",reason="no_space"}'] == 2
+        assert ridge_of(s.completion(other, "fill", id_slot=1, n_predict=4))["filled"] > 0  # now the first slot is idle
 
 
 #
@@ -149,6 +163,7 @@ def cancel_in(server, prompt, where: str) -> None:
 
 
 @pytest.mark.parametrize("where", WHERE)
+@pytest.mark.field_report(13, "llama-ridge-prefill.cpp", "pf.ctx->get_memory()->seq_rm(pf.seq_id, pf.pos0 + i, pf.pos0 + i + n);")
 def test_after_a_cancellation_the_next_answer_is_a_fresh_servers(model, maps, long_prompt, cold_answers, where):
     with Server(model, *CANCEL_FLAGS, maps=maps) as s:
         for mode in ("fill", "off"):
@@ -172,6 +187,7 @@ def test_cancelled_prompt_keeps_the_rows_before_it(model, maps, long_prompt):
         assert again["timings"]["prompt_n"] <= 1 and ridge_of(again)["cached_filled"] == ridge_of(first)["filled"]
 
 
+@pytest.mark.field_report(16, "llama-ridge-prefill.cpp", "pf.ctx->get_memory()->seq_rm(pf.seq_id, pf.pos0 + i, pf.pos0 + i + n);")
 def test_cancelled_rows_leave_their_cells(model, maps, long_prompt):
     """One cache for both slots, with room for one prompt only: the other slot needs what was given back."""
     flags = ["--kv-unified", "--no-cache-idle-slots", "-c", 1024, "-ub", 32]

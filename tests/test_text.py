@@ -86,10 +86,14 @@ def test_documents_without_partition_are_parted_by_seed():
             select(bad, seed=0)
 
 
+def script(name: str):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+    return importlib.import_module(name)
+
+
 @pytest.fixture(scope="module")
 def make_text():
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
-    return importlib.import_module("make_text")
+    return script("make_text")
 
 
 def test_r_character_vectors_are_read(make_text):
@@ -131,3 +135,11 @@ def test_an_original_lies_in_one_partition(make_text, tmp_path):
     assert found == list(make_text.by_original(source, tmp_path))
     with pytest.raises(SystemExit, match="debian-handbook: 3 originals of .* are missing"):
         list(make_text.by_original(make_text.Source("handbook", "debian-handbook", "GPL", (5, 2, 3)), tmp_path))
+
+
+def test_prompts_of_the_quick_start_hold_no_text_that_maps_were_fitted_on(text_set):
+    filler = script("filler")
+    entries = json.loads((text_set / "sources.json").read_text())
+    used = [" ".join((text_set / e["file"]).read_text().split()) for e in entries if e["partition"] != "evaluation"]
+    assert len(used) > 100 and len(filler.passages()) > 1000
+    assert [p for p in filler.passages() if any(p in text for text in used)] == []

@@ -271,16 +271,17 @@ def test_batched_bench_without_maps_is_stock(stock_lib, patched_lib, model):
     assert len(stock) == 4 and not patched[1]
 
 
-# the second: one cache for all sequences
+@pytest.mark.parametrize("mode", ["fill", "nofill"])
 @pytest.mark.parametrize("cache", [[], ["--kv-unified"]], ids=["split", "unified"])
 @pytest.mark.parametrize("shared", [[], ["-pps"]], ids=["each", "shared"])
-def test_batched_bench_fills_every_prompt(patched_lib, model, maps, cache, shared):
+def test_batched_bench_fills_every_prompt(patched_lib, model, maps, mode, cache, shared):
     off = batched_bench(patched_lib, model, *cache, *shared)[0]
-    fill, lines = batched_bench(patched_lib, model, *cache, *shared, "--ridge-maps", maps, "--ridge-tail", TAIL)
+    ridge = ["--ridge-maps", maps, "--ridge-tail", TAIL, "--ridge-mode", mode]
+    fill, lines = batched_bench(patched_lib, model, *cache, *shared, *ridge)
     assert [row[:4] for row in fill] == [row[:4] for row in off]
     assert all(float(cell) > 0 for row in fill[2:] for cell in row[TIMED])
     n_prompts = 2 if shared else 1 + 3
-    assert f"mode fill: {n_prompts * (256 - TAIL - SINK)} of {n_prompts * 256} rows filled" in lines[-1]
+    assert f"mode {mode}: {n_prompts * (256 - TAIL - SINK)} of {n_prompts * 256} rows filled" in lines[-1]
 
 
 def test_batched_bench_says_why_a_prompt_ran_exactly(patched_lib, model, maps):
@@ -379,7 +380,6 @@ REFUSED = [
     ("llama-perplexity", ["--ridge-tail", 64], ["invalid argument", "--ridge-tail"]),
     ("llama-completion", ["--prompt-cache", "x.bin"], ["--ridge-maps", "--prompt-cache"]),
     ("llama-completion", ["--grp-attn-n", 2], ["--ridge-maps", "--grp-attn-n"]),
-    ("llama-batched-bench", ["-pps", "--ridge-mode", "nofill"], ["nofill", "-pps"]),
     ("llama-bench", ["-d", "0,64", "--ridge-mode", "off,nofill"], ["nofill", "--n-depth"]),
     ("llama-bench", ["--ridge-mode", "off,sideways"], ["--ridge-mode", "expected off, plumb", "'sideways'"]),
     ("llama-bench", ["--ridge-tail", "0"], ["--ridge-tail", "1 or more", "'0'"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -12,11 +13,12 @@ from typer.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
-from calibrate_pico import corpus, library, model  # noqa: F401
+from calibrate_pico import config, corpus, library, model  # noqa: F401
 from model_layers import with_noop
-from ridgefill import calibrate, cli, lib
+from ridgefill import calibrate, cli, lib, score, sidecar, tune
 from ridgefill.cost import Cost, Recipe
-from ridgefill.tune import Candidate, Config, Tuned, Tuner, critical_layers, mark_pareto
+from ridgefill.errors import RidgefillError
+from ridgefill.tune import Candidate, Config, Found, Tuned, Tuner, critical_layers, mark_pareto
 
 
 def candidate(split=19, kind="kv", tail=512, cost=0.7, recall=1.0, loss=0.02, key_loss=0.5) -> Candidate:
@@ -39,7 +41,7 @@ def test_the_cheapest_within_both_limits_is_chosen(tuner):
 def test_where_none_is_within_the_limits_the_least_loss_is_chosen_and_said(tuner):
     a, b = candidate(cost=0.5, loss=0.2), candidate(cost=0.7, loss=0.1)
     assert tuner.choose([a, b, candidate(recall=0.2, loss=None)]) is b and not tuner.keeps(b)
-    tuned = Tuned("o", 18, [], [a, b], b, 24, {"asked": 24, "exact": 20, "filled": 15}, tuner.keeps(b))
+    tuned = Tuned("o", 15, 18, [], [a, b], b, 24, {"asked": 24, "exact": 20, "filled": 15}, tuner.keeps(b))
     assert "comes closest to keeping" in tuned.sentences()[1]
 
 
@@ -72,21 +74,108 @@ def test_layers_that_carry_recall():
     assert rows[2]["exact keys"]["log_prob"] == pytest.approx(0.5)
 
 
-def test_splits_begin_with_the_highest_layer_that_carries_recall(tuner):
-    tuner.model.n_layer = 30
-    assert tuner._splits(critical_layers(splices({16: 0.5, 17: 1.0, 18: 0.0, 19: 1.0}))) == [18, 19, 20]
-    assert tuner._splits(critical_layers(splices({16: 1.0, 17: 1.0}))) == [16, 17, 18]
+@pytest.mark.parametrize(
+    "n_layer, keeps, hits, splits",
+    [
+        (30, False, {16: 0.5, 17: 1.0, 18: 0.0, 19: 1.0}, [18, 19, 20]),  # from the highest layer that carries recall on
+        (20, False, {17: 1.0, 18: 0.0}, [18]),  # and no further than the model goes
+        (30, True, {16: 1.0, 17: 1.0}, [15, 16, 17]),  # nothing is forgotten: the lowest that were looked at
+        (30, False, {16: 1.0, 17: 1.0}, [16, 22, 28]),  # it is, and no single layer tells why: look everywhere above
+    ],
+)
+def test_splits_to_be_measured(tuner, n_layer, keeps, hits, splits):
+    tuner.model.n_layer = n_layer
+    assert tuner._splits(Found(15, keeps, critical_layers(splices(hits)))) == splits
+
+
+def test_recall_in_the_last_layer_leaves_nothing_to_fill(tuner):
     tuner.model.n_layer = 20
-    assert tuner._splits(critical_layers(splices({17: 1.0, 18: 0.0}))) == [18]
+    with pytest.raises(RidgefillError, match="below layer 19, the last, found them there"):
+        tuner._splits(Found(15, False, critical_layers(splices({18: 1.0, 19: 0.0}))))
+
+
+CRITICAL = 3  # of five layers; the middle is 2
+
+
+@dataclasses.dataclass
+class Oracle:
+    """Stands in for what a model would answer: keys of layer CRITICAL carry recall, kv forgets a third, losses by kind and tail."""
+
+    loss: dict = dataclasses.field(default_factory=lambda: {"kv": 0.01, "kv_prev": 0.02})
+    asked: int = 0
+
+    def splice(self, splicer, item, layers):
+        self.asked += 1
+        whole = [{"splice": s, "layer": -1, "log_prob": p, "hit": s == "exact"} for s, p in (("exact", -0.1), ("filled", -5.0))]
+        return whole + [{"splice": "filled keys", "layer": il, "log_prob": -4.0, "hit": il != CRITICAL} for il in layers]
+
+    def ask(self, engine, arm, item):
+        self.asked += 1
+        return {"arm": arm.name, "seed": item.seed, "hit": arm.kind != "kv" or item.seed % 3 > 0}
+
+    def score_window(self, engine, arms, window, n_tail):
+        self.asked += 1
+        more = {arm.name: self.loss.get(arm.kind, 0.0) * (64 / n_tail) for arm in arms}
+        common = {"document": window.document, "top1": 1.0, "kl": 0.0, "n_key": 1}
+        return [common | {"arm": name, "loss": 2.0 + x, "key_loss_sum": x} for name, x in more.items()]
+
+
+@pytest.fixture
+def oracle(monkeypatch):
+    o = Oracle()
+    monkeypatch.setattr(tune, "splice", o.splice)
+    monkeypatch.setattr(tune.facts, "ask", o.ask)
+    monkeypatch.setattr(tune.loss, "score_window", o.score_window)
+    monkeypatch.setattr(Tuner, "_facts", lambda self, documents, kind, n: [SimpleNamespace(seed=i) for i in range(n)])
+    monkeypatch.setattr(Tuner, "_windows", lambda self, documents: [SimpleNamespace(document=f"d{i}") for i in range(3)])
+    return o
+
+
+def run(model, corpus, out, **kw) -> Tuned:  # noqa: F811
+    c = config(model, corpus, out, splits=[], kinds=[], n_tokens=300)
+    with Tuner(Config(c, splice_tokens=300, splice_probes=3, probes=9, probe_rows=64, window_prefix=64, window_scored=16, **kw)) as t:
+        return t.run()
+
+
+def test_a_whole_run_writes_the_recipe_that_was_measured_best(model, corpus, oracle, tmp_path):  # noqa: F811
+    tuned = run(model, corpus, tmp_path / "t.gguf", tails=[64])
+    assert (tuned.base, tuned.critical, tuned.n_exact, tuned.keeps) == (2, CRITICAL, 9, True)
+    assert {(c.split, c.kind): c.recall for c in tuned.candidates} == {(3, "kv"): pytest.approx(2 / 3), (3, "kv_prev"): 1.0}
+    assert [c.loss for c in tuned.candidates] == [None, pytest.approx(0.02)]  # what forgets is not measured further
+    keys = sidecar.inspect(tmp_path / "t.gguf")["keys"]
+    assert (keys["ridge.split"], keys["ridge.kind"], keys["ridge.tail"]) == (3, "kv_prev", 64)
+    assert keys["ridge.score.n_tokens"] > 0
+
+
+def test_a_run_stopped_at_its_end_asks_nothing_again(model, corpus, oracle, tmp_path, monkeypatch):  # noqa: F811
+    out, judge = tmp_path / "t.gguf", score.judge
+    stop = lambda *a: (_ for _ in ()).throw(KeyboardInterrupt)  # noqa: E731
+    monkeypatch.setattr(score, "judge", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(model, corpus, out)
+    asked, oracle.asked = oracle.asked, 0
+    assert asked > 0 and not out.exists()
+    monkeypatch.setattr(score, "judge", judge)
+    assert run(model, corpus, out).keeps and oracle.asked == 0 and out.exists()
+
+
+def test_each_tail_is_judged_by_its_own_loss(model, corpus, oracle, tmp_path):  # noqa: F811
+    """The shorter tail costs less and loses too much; tails beyond the windows' differ by cost alone."""
+    tuned = run(model, corpus, tmp_path / "t.gguf", tails=[32, 64, 128], window_tail=64)
+    losses = {c.tail: c.loss for c in tuned.candidates if c.kind == "kv_prev"}
+    assert losses == {32: pytest.approx(0.04), 64: pytest.approx(0.02), 128: pytest.approx(0.02)}
+    assert tuned.chosen.tail == 64
 
 
 def test_cost_counts_the_matrices_of_the_file(model):  # noqa: F811
-    cost = Cost(str(model))
     tensors = gguf.GGUFReader(model).tensors
     per_layer = sum(int(np.prod(t.shape)) for t in tensors if t.name.startswith("blk.1.") and len(t.shape) > 1)
     with lib.Model(model) as m:
         n_layer, width = m.n_layer, m.n_head * m.head_size
         n_embd, kv = m.n_embd, 2 * m.n_head_kv * m.head_size
+    cost = Cost(str(model), n_layer)
+    # where a model passes its blocks twice, a row passes twice as many layers of the same size
+    assert Cost(str(model), 2 * n_layer).exact(100) == 2 * cost.exact(100)
     n, r = 100, Recipe(2, "kv_prev", 20)
     assert cost.exact(n) == n_layer * (n * per_layer + 2 * width * n * (n + 1) // 2)
     kept = [*range(4), *range(80, 100)]

@@ -347,6 +347,12 @@ uint64_t ridge_gguf::get_u64(const std::string & key) const {
     return v;
 }
 
+float ridge_gguf::get_f32(const std::string & key) const {
+    float v;
+    memcpy(&v, file.data() + find(key, GGUF_TYPE_FLOAT32, false).offset, sizeof(v));
+    return v;
+}
+
 template <typename T>
 static std::vector<T> numbers_at(const ridge_file & file, const ridge_kv & item) {
     std::vector<T> out(item.n);

@@ -87,6 +87,7 @@ public:
     std::string              get_str(const std::string & key) const;
     uint32_t                 get_u32(const std::string & key) const;
     uint64_t                 get_u64(const std::string & key) const;
+    float                    get_f32(const std::string & key) const;
     std::vector<float>       get_f32s(const std::string & key) const;
     std::vector<uint32_t>    get_u32s(const std::string & key) const;
     std::vector<std::string> get_strs(const std::string & key) const;

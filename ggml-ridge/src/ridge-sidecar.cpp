@@ -238,7 +238,8 @@ static void check_scores(const ggml_ridge_sidecar & sc, const ridge_gguf & gguf)
 // Optional: a prompt, and the likeliest tokens behind its last rows once it was filled.
 static void check_selftest(const ridge_gguf & gguf) {
     static const size_t n_top = 5; // of each row
-    if (!gguf.has("ridge.selftest.tokens")) {
+    const char * keys[] = { "ridge.selftest.tokens", "ridge.selftest.tail", "ridge.selftest.file_type", "ridge.selftest.top_tokens", "ridge.selftest.top_logits" };
+    if (std::none_of(std::begin(keys), std::end(keys), [&](const char * key) { return gguf.has(key); })) {
         return;
     }
     const size_t n_tokens = gguf.get_u32s("ridge.selftest.tokens").size();
@@ -281,6 +282,18 @@ static std::vector<std::pair<std::string, std::string>> read_hashes(const ridge_
         out.emplace_back(names[i], hashes[i]);
     }
     return out;
+}
+
+// Optional: how much of the row before there is in the K of maps of kind kv_prev.
+static void check_prev_share(const ggml_ridge_sidecar & sc, const ridge_gguf & gguf) {
+    static const char * key = "ridge.prev_share";
+    if (!gguf.has(key)) {
+        return;
+    }
+    const float share = gguf.get_f32(key);
+    if (sc.kind != "kv_prev" || !(share >= 0.0f && share <= 1.0f)) {
+        throw ridge_error(ridge_format("key '%s' is %g for maps of kind %s, expected 0 to 1, for kind kv_prev", key, share, sc.kind.c_str()));
+    }
 }
 
 static void read_keys(ggml_ridge_sidecar & sc, const ridge_gguf & gguf) {
@@ -330,6 +343,12 @@ static void read_keys(ggml_ridge_sidecar & sc, const ridge_gguf & gguf) {
         gguf.get_u64(key);
     }
     gguf.get_strs("ridge.calibration.sources");
+    for (const char * key : { "ridge.calibration.options", "ridge.calibration.heldout_sha256" }) {
+        if (gguf.has(key)) {
+            gguf.get_strs(key);
+        }
+    }
+    check_prev_share(sc, gguf);
 
     sc.anchors = read_hashes(gguf, "ridge.model.anchors");
     for (const auto & item : read_hashes(gguf, "ridge.tensors")) {

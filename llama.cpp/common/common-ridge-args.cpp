@@ -50,6 +50,13 @@ static void set_rows(common_params & params, const std::string & value) {
     }
 }
 
+static void set_hazard(common_params & params, const std::string & value) {
+    if (value != "refill" && value != "allow") {
+        throw bad_value("refill or allow", value);
+    }
+    params.ridge.allow_hazard = value == "allow";
+}
+
 static void set_budget(common_params & params, const std::string & value) {
     const char * begin = value.c_str();
     char * end = nullptr;
@@ -104,6 +111,13 @@ void common_ridge_add_args(const std::function<void(common_arg)> & add_opt) {
         "prompts with fewer new rows than this run exactly (default: twice the tail)",
         [](common_params & params, const std::string & value) { params.ridge.n_min_prompt = parse_rows(value); }),
         "LLAMA_ARG_RIDGE_MIN_PROMPT", prompts);
+    add(common_arg({"--ridge-step-rows"}, "N",
+        "most rows of a filled prompt between two batches of the other slots (default: --ubatch-size)",
+        [](common_params & params, const std::string & value) { params.ridge.n_step = parse_rows(value); }),
+        "LLAMA_ARG_RIDGE_STEP_ROWS");
+    add(common_arg({"--ridge-hazard"}, "{refill,allow}",
+        "cached rows that an earlier prompt filled and that lie in this prompt's exact tail: run them again, or reuse them "
+        "(default: refill)", set_hazard), "LLAMA_ARG_RIDGE_HAZARD");
 }
 
 bool common_ridge_owns(const common_arg & arg) {
@@ -117,8 +131,10 @@ static bool looks_like_maps(const std::string & path) {
     file.read(&head[0], head.size());
     head.resize(file.gcount());
 
+    // the key, its type (4 bytes), the length of the value (8 bytes), the value
     const size_t pos = head.find("adapter.type");
-    return head.compare(0, 4, "GGUF") == 0 && pos != std::string::npos && head.compare(pos + 12 + 4 + 8, 10, "ridge_maps") == 0;
+    return head.compare(0, 4, "GGUF") == 0 && pos != std::string::npos && pos + 12 + 4 + 8 <= head.size() &&
+           head.compare(pos + 12 + 4 + 8, 10, "ridge_maps") == 0;
 }
 
 static void refuse_maps(const std::string & flag, const std::string & path, const std::string & expected) {
@@ -143,9 +159,6 @@ static void refuse_with_maps(const common_params & params) {
         if (it.given) {
             throw std::invalid_argument(std::string("error: --ridge-maps cannot be used with ") + it.flag + ": " + it.why);
         }
-    }
-    if (params.ridge.mode == LLAMA_RIDGE_MODE_NOFILL && params.is_pp_shared) {
-        throw std::invalid_argument("error: --ridge-mode nofill cannot be used with -pps: its marks do not follow a copy of the prompt");
     }
 }
 
@@ -179,5 +192,22 @@ void common_ridge_validate(const common_params & params) {
     }
     if (ridge.rows == GGML_RIDGE_SELECT_NONE && ridge.budget != 0.0f) {
         throw std::invalid_argument("error: --ridge-budget needs --ridge-rows: expected random or digits, found none");
+    }
+    if (ridge.maps.empty()) {
+        const std::pair<const char *, bool> given[] = {
+            { "--ridge-tail",       ridge.n_tail       != 0                       },
+            { "--ridge-min-prompt", ridge.n_min_prompt != 0                       },
+            { "--ridge-step-rows",  ridge.n_step       != 0                       },
+            { "--ridge-hazard",     ridge.allow_hazard                            },
+            { "--ridge-rows",       ridge.rows         != GGML_RIDGE_SELECT_NONE  },
+        };
+        for (const auto & flag : given) {
+            if (flag.second) {
+                throw std::invalid_argument(std::string("error: ") + flag.first + " needs --ridge-maps FILE, found none");
+            }
+        }
+    }
+    if (ridge.seed != 0 && !random) {
+        throw std::invalid_argument("error: --ridge-seed needs --ridge-rows random, found " + std::string(ggml_ridge_selector_name(ridge.rows)));
     }
 }

@@ -22,6 +22,9 @@ int32_t server_ridge_cells::count(int32_t i_end) const {
 }
 
 bool server_ridge_cells::covers(const server_ridge_cells & other, int32_t n) const {
+    if (lora != other.lora) {
+        return false;
+    }
     if (first_filled() >= n) {
         return true; // all pure
     }
@@ -50,7 +53,8 @@ void server_ridge_cells::add(const std::string & made_by, bool can_copy_out, int
 void server_ridge_cells::keep_first(int32_t n) {
     filled = filled_before(n);
     if (filled.empty()) {
-        clear();
+        provenance.clear();
+        copy_out = true;
     }
 }
 
@@ -60,6 +64,7 @@ void server_ridge_cells::clear() {
 
 server_ridge_cells server_ridge_cells::moved() const {
     server_ridge_cells res;
+    res.lora = lora;
     if (has_filled()) {
         res.filled     = { { 0, NONE } };
         res.provenance = "moved";

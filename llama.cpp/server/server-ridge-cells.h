@@ -26,6 +26,9 @@ struct server_ridge_cells {
 
     const std::string & made_by() const { return provenance; }
 
+    // of the LoRA adapters that the rows were made with; "" for none
+    const std::string & adapters() const { return lora; }
+
     // whether a copy of the cells outside of the context is still what it was: nofill marks cells inside of the context
     bool can_copy_out() const { return copy_out; }
 
@@ -36,6 +39,7 @@ struct server_ridge_cells {
     void add(const std::string & made_by, bool can_copy_out, int32_t i_offset, const std::vector<int32_t> & rows);
 
     void keep_first(int32_t n);
+    void set_adapters(const std::string & adapters) { lora = adapters; }
     void clear();
 
     // what is left to say after rows were moved to other positions: nothing if none was filled, else no cell can be trusted
@@ -46,6 +50,7 @@ struct server_ridge_cells {
 
     std::vector<range> filled; // ascending, disjoint, not empty
     std::string        provenance;
+    std::string        lora;
     bool               copy_out = true;
 
     std::vector<range> filled_before(int32_t i_end) const;

@@ -20,6 +20,7 @@ struct server_ridge_stats {
     int32_t n_exact         = 0;
     int32_t n_cached        = 0; // rows reused
     int32_t n_cached_filled = 0; // of which were filled
+    int32_t n_hazard        = 0; // rows of this prompt's exact tail that an earlier prompt had filled
 
     int32_t split  = -1;         // -1: there are no maps
     int32_t n_tail = -1;
@@ -36,8 +37,14 @@ struct server_ridge_stats {
 struct server_ridge_metrics {
     std::map<std::pair<std::string, std::string>, uint64_t> prompts; // by outcome and reason
 
+    uint64_t n_seen = 0; // prompts, those in work included
+
     uint64_t n_rows_filled = 0;
     uint64_t n_rows_exact  = 0;
+    uint64_t n_rows_hazard = 0;
+
+    int64_t t_lower_us = 0;
+    int64_t t_upper_us = 0;
 
     void count(const server_ridge_stats & stats);
     void count_cancelled();

@@ -10,11 +10,12 @@
 // the slot's own macros need the slot
 #define RDG_LOG(log, id_slot, id_task, fmt, ...) log("slot %12.*s: id %2d | task %d | ridge: " fmt, 12, __func__, id_slot, id_task, __VA_ARGS__)
 
-void server_ridge::init(llama_context * ctx, const common_params & params, bool has_speculative, server_metrics & metrics) {
+void server_ridge::init(llama_context * ctx, const common_params & params, bool has_speculative, server_metrics & metrics, hooks hooks) {
     reset();
 
     this->ctx     = ctx;
     this->metrics = &metrics;
+    this->server  = std::move(hooks);
 
     defaults = params.ridge;
     no_maps_reason  = "";
@@ -36,7 +37,12 @@ void server_ridge::init(llama_context * ctx, const common_params & params, bool 
     if (!maps) {
         no_maps_reason  = "refused";
         no_maps_message = llama_ridge_last_error(); // in the log already
-    } else if (!no_fill_reason.empty()) {
+        return;
+    }
+    const llama_ridge_params usual = request_params({});
+    SRV_INF("ridge: maps loaded: kind %s, split %d, tail %d, mode %s, sha256 %.12s\n", llama_ridge_maps_kind(maps),
+            usual.split, usual.n_tail, llama_ridge_mode_name(usual.mode), llama_ridge_maps_hash(maps));
+    if (!no_fill_reason.empty()) {
         SRV_WRN("ridge: every prompt runs exactly (%s): the maps were fitted without it\n", no_fill_reason.c_str());
     }
 }
@@ -73,6 +79,8 @@ json server_ridge::props() const {
     res["hash"]       = llama_ridge_maps_hash(maps);
     res["kind"]       = llama_ridge_maps_kind(maps);
     res["size"]       = llama_ridge_maps_size(maps);
+    res["hazard"]     = defaults.allow_hazard ? "allow" : "refill";
+    res["step_rows"]  = params.n_step > 0 ? json(params.n_step) : json(nullptr);
     res["split"]      = params.split;
     res["sink"]       = params.n_sink;
     res["tail"]       = params.n_tail;
@@ -90,6 +98,7 @@ llama_ridge_params server_ridge::request_params(const server_ridge_request & req
     res.mode   = request.mode >= 0 ? (llama_ridge_mode) request.mode : common_ridge_mode(defaults);
     res.split  = llama_ridge_maps_split (maps);
     res.n_sink = llama_ridge_maps_n_sink(maps);
+    res.n_step = defaults.n_step;
     res.n_tail = request.n_tail  > 0 ? request.n_tail  :
                  defaults.n_tail > 0 ? defaults.n_tail : llama_ridge_maps_n_tail(maps);
     return res;
@@ -104,7 +113,7 @@ std::string server_ridge::provenance(llama_ridge_mode mode) const {
 // empty if the prompt may be filled
 std::string server_ridge::reason_for_exact(const server_task & task, const std::vector<common_adapter_lora_info> & lora, llama_ridge_mode mode) const {
     if (mode == LLAMA_RIDGE_MODE_OFF) {
-        return no_maps_reason.empty() || no_maps_reason == "no_maps" ? "off" : no_maps_reason;
+        return "off";
     }
     if (!no_maps_reason.empty()) {
         return no_maps_reason;
@@ -118,16 +127,21 @@ std::string server_ridge::reason_for_exact(const server_task & task, const std::
     if (!lora_get_enabled_ids(lora).empty()) {
         return "lora";
     }
-    // the marks of nofill do not follow a copy into another slot
-    if (mode == LLAMA_RIDGE_MODE_NOFILL && task.is_parent()) {
-        return "shared";
-    }
     for (int32_t i = 0; i < task.n_tokens(); i++) {
         if (task.tokens[i] == LLAMA_TOKEN_NULL) {
             return "multimodal";
         }
     }
     return "";
+}
+
+// which of the server's adapters a prompt runs with, and how strongly
+static std::string adapters_key(const std::vector<common_adapter_lora_info> & lora) {
+    std::string res;
+    for (const size_t i : lora_get_enabled_ids(lora)) {
+        res += string_format("%zu:%g;", i, lora[i].scale);
+    }
+    return res;
 }
 
 int32_t server_ridge::plan(int32_t id_slot, const server_task & task, const std::vector<common_adapter_lora_info> & lora,
@@ -140,6 +154,7 @@ int32_t server_ridge::plan(int32_t id_slot, const server_task & task, const std:
 
     server_ridge_stats & res = stats.ridge;
     res.report = request.given || !defaults.maps.empty();
+    metrics->ridge.n_seen += res.report;
     res.mode   = llama_ridge_mode_name(mode);
     res.reason = reason_for_exact(task, lora, mode);
 
@@ -151,11 +166,18 @@ int32_t server_ridge::plan(int32_t id_slot, const server_task & task, const std:
     }
 
     const int32_t n_common = n_past;
+    const std::string adapters = adapters_key(lora);
+    if (maps && prompt.ridge.adapters() != adapters) {
+        n_past = 0; // neither pure rows of this prompt nor what its maps were fitted on
+    }
     if (!res.reason.empty() || mode == LLAMA_RIDGE_MODE_PLUMB || prompt.ridge.made_by() != provenance(mode)) {
         n_past = std::min(n_past, prompt.ridge.first_filled());
     } else {
-        // rows of this prompt's tail that are filled in the cache run again, exactly
-        n_past = std::min(n_past, prompt.ridge.first_filled(n_tokens - params.n_tail));
+        const int32_t i_tail = std::max(0, n_tokens - params.n_tail);
+        res.n_hazard = prompt.ridge.count(n_past) - prompt.ridge.count(std::min(n_past, i_tail));
+        if (!defaults.allow_hazard) {
+            n_past = std::min(n_past, prompt.ridge.first_filled(i_tail)); // from there on they run again, exactly
+        }
     }
     // a handful of sink rows is not worth it: without them the prompt is cut where a cold run cuts it
     if (n_past < n_common && n_past <= params.n_sink) {
@@ -171,6 +193,7 @@ int32_t server_ridge::plan(int32_t id_slot, const server_task & task, const std:
         }
     }
     prompt.ridge.keep_first(n_past);
+    prompt.ridge.set_adapters(maps ? adapters : "");
 
     res.n_cached        = n_past;
     res.n_cached_filled = prompt.ridge.count(n_past);
@@ -194,13 +217,7 @@ int32_t server_ridge::plan(int32_t id_slot, const server_task & task, const std:
 // running
 //
 
-bool server_ridge::start(int32_t id_slot) {
-    const auto it = jobs.find(id_slot);
-    if (it == jobs.end()) {
-        return false;
-    }
-    job & j = it->second;
-
+int32_t server_ridge::begin(int32_t id_slot, job & j) {
     std::vector<llama_token> tokens;
     for (int32_t i = j.n_past; i < j.task->n_tokens(); i++) {
         tokens.push_back(j.task->tokens[i]);
@@ -211,8 +228,26 @@ bool server_ridge::start(int32_t id_slot) {
     // another slot's adapter may be set
     common_set_adapter_lora(ctx, j.lora);
 
-    const int32_t status = llama_ridge_prefill_begin(ctx, maps, j.params, id_slot, j.n_past,
-            tokens.data(), tokens.size(), rows.data(), rows.size(), &j.prefill);
+    int32_t status;
+    do {
+        status = llama_ridge_prefill_begin(ctx, maps, j.params, id_slot, j.n_past,
+                tokens.data(), tokens.size(), rows.data(), rows.size(), &j.prefill);
+    } while (status == LLAMA_RIDGE_ERR_NO_SPACE && server.free_space());
+    return status;
+}
+
+bool server_ridge::start(int32_t id_slot) {
+    const auto it = jobs.find(id_slot);
+    if (it == jobs.end()) {
+        return false;
+    }
+    job & j = it->second;
+
+    const int32_t status = begin(id_slot, j);
+    if (status == LLAMA_RIDGE_ERR_NO_SPACE) {
+        end_slot(id_slot, j);
+        return true;
+    }
     if (status < 0) {
         run_exactly(id_slot, j, status);
         return false;
@@ -249,8 +284,6 @@ void server_ridge::step(server_queue & queue, const std::function<void(int32_t i
         return; // planned only
     }
 
-    common_set_adapter_lora(ctx, j.lora);
-
     // metrics tasks are answered meanwhile; they read the slot, so that nothing of it may change in there
     int32_t status = LLAMA_RIDGE_ERR_COMPUTE;
     try {
@@ -264,6 +297,15 @@ void server_ridge::step(server_queue & queue, const std::function<void(int32_t i
 
     j.stats->update_prompt_last();
 
+    if (status == LLAMA_RIDGE_ERR_NO_SPACE && server.free_space()) {
+        llama_ridge_prefill_free(j.prefill); // its rows are gone: once more from the start
+        j.prefill = nullptr;
+        status = begin(id_slot, j);
+    }
+    if (status == LLAMA_RIDGE_ERR_NO_SPACE) {
+        end_slot(id_slot, j);
+        return;
+    }
     const bool progress = j.task->params.stream && j.task->params.return_progress;
     if (status == LLAMA_RIDGE_DONE) {
         finish(id_slot, j);
@@ -305,8 +347,20 @@ void server_ridge::finish(int32_t id_slot, job & j) {
 // the prefill could not begin, or failed and took its rows out of the cache: the ordinary path goes on from n_past. Frees j.
 void server_ridge::run_exactly(int32_t id_slot, job & j, int32_t status) {
     RDG_LOG(LOG_WRN, id_slot, j.task->id, "the prompt runs exactly: %s\n", llama_ridge_last_error());
+    skip(id_slot, j, status);
+}
 
+// The cache has no room for the prompt, and exactly it needs no less. The ordinary path would end every slot that is working:
+// only this one is. Frees j.
+void server_ridge::end_slot(int32_t id_slot, job & j) {
+    const std::string message = std::string("the prompt does not fit into the KV cache beside the other slots: ") + llama_ridge_last_error();
+    skip(id_slot, j, LLAMA_RIDGE_ERR_NO_SPACE);
+    server.end_slot(id_slot, message);
+}
+
+void server_ridge::skip(int32_t id_slot, job & j, int32_t status) {
     j.stats->ridge.reason = status == LLAMA_RIDGE_ERR_NO_SPACE    ? "no_space"    :
+                            status == LLAMA_RIDGE_ERR_NO_MEMORY   ? "no_memory"   :
                             status == LLAMA_RIDGE_ERR_UNSUPPORTED ? "unsupported" : "error";
     report(id_slot, *j.task, j.stats->ridge);
 

@@ -25,8 +25,14 @@ class server_ridge {
   public:
     ~server_ridge() { reset(); }
 
+    // what only the server can do
+    struct hooks {
+        std::function<bool()> free_space;                                           // give up an idle slot's rows; false if there are none
+        std::function<void(int32_t id_slot, const std::string & message)> end_slot; // with an error
+    };
+
     // load the maps; a file that is refused leaves one line in the log, and every prompt runs exactly
-    void init(llama_context * ctx, const common_params & params, bool has_speculative, server_metrics & metrics);
+    void init(llama_context * ctx, const common_params & params, bool has_speculative, server_metrics & metrics, hooks hooks);
 
     // forget everything that belongs to the context, before it is freed
     void reset();
@@ -39,7 +45,7 @@ class server_ridge {
     int32_t plan(int32_t id_slot, const server_task & task, const std::vector<common_adapter_lora_info> & lora,
                  server_prompt & prompt, server_slot_stats & stats, int32_t n_past);
 
-    // true if the slot's next rows come from step(), so that the batch must not hold any
+    // true if the batch must not hold the slot's rows: they come from step(), or the cache has no room and the slot was ended
     bool start(int32_t id_slot);
 
     bool is_active(int32_t id_slot) const;
@@ -70,6 +76,7 @@ class server_ridge {
     llama_context    * ctx     = nullptr;
     llama_ridge_maps * maps    = nullptr;
     server_metrics   * metrics = nullptr;
+    hooks              server;
 
     common_ridge_params defaults;
 
@@ -85,7 +92,11 @@ class server_ridge {
 
     std::string reason_for_exact(const server_task & task, const std::vector<common_adapter_lora_info> & lora, llama_ridge_mode mode) const;
 
+    int32_t begin(int32_t id_slot, job & j);
+
     void finish     (int32_t id_slot, job & j);
     void run_exactly(int32_t id_slot, job & j, int32_t status);
+    void end_slot   (int32_t id_slot, job & j);
+    void skip       (int32_t id_slot, job & j, int32_t status);
     void report     (int32_t id_slot, const server_task & task, const server_ridge_stats & stats);
 };

@@ -123,8 +123,13 @@ ggml_tensor * build_features(ggml_context * ctx, ggml_cgraph * gf, const llama_r
 
 // What a map predicts of features x, arXiv 2611.09709 section 2.2: A x + b, where kind input_lr has A = I + up down.
 ggml_tensor * build_map(ggml_context * ctx, const llama_ridge_maps::layer & map, ggml_tensor * x) {
-    ggml_tensor * y = map.w ? ggml_mul_mat(ctx, map.w, x) :
-        ggml_add(ctx, ggml_mul_mat(ctx, map.up, ggml_mul_mat(ctx, map.down, x)), x);
+    // a state that was not normalised may be out of the range of half precision
+    const auto mul = [&](ggml_tensor * w, ggml_tensor * v) {
+        ggml_tensor * res = ggml_mul_mat(ctx, w, v);
+        ggml_prec_set_acc(res, GGML_PREC_F32);
+        return res;
+    };
+    ggml_tensor * y = map.w ? mul(map.w, x) : ggml_add(ctx, mul(map.up, mul(map.down, x)), x);
 
     return ggml_add(ctx, y, map.b);
 }

@@ -8,6 +8,8 @@
 
 #include "ggml-cpp.h"
 
+#include <exception>
+#include <new>
 #include <string>
 #include <vector>
 
@@ -97,7 +99,9 @@ struct llama_ridge_access {
 
     static llama_kv_cells & cells (llama_kv_cache & kv, llama_seq_id seq_id);
     static bool             shared(const llama_kv_cache & kv); // the cells belong to another cache
-    static bool             has_adapters(const llama_context & ctx);
+    static bool             has_lora(const llama_context & ctx);
+    static bool             has_cvec(const llama_context & ctx); // a control vector
+    static uint32_t         n_free(const llama_kv_cells & cells);
 
     static void set_n_kv(llama_kv_cache_context & mctx, uint32_t n_kv);
 
@@ -138,3 +142,15 @@ void llama_ridge_nofill_set(      llama_kv_cells & cells, uint32_t i);
 __attribute__((format(printf, 2, 3)))
 #endif
 int32_t llama_ridge_fail(int32_t status, const char * fmt, ...);
+
+// Nothing may leave the C API by an exception: returns what f() returns, or the status of the failure.
+template<typename F>
+int64_t llama_ridge_guard(F && f) {
+    try {
+        return f();
+    } catch (const std::bad_alloc &) {
+        return llama_ridge_fail(LLAMA_RIDGE_ERR_NO_MEMORY, "not enough memory");
+    } catch (const std::exception & e) {
+        return llama_ridge_fail(LLAMA_RIDGE_ERR_COMPUTE, "%s", e.what());
+    }
+}

@@ -63,11 +63,11 @@ bool llama_ridge_access::shared(const llama_kv_cache & kv) {
     return kv.other != nullptr;
 }
 
-bool llama_ridge_access::has_adapters(const llama_context & ctx) {
-    if (ctx.loras && !ctx.loras->empty()) {
-        return true;
-    }
+bool llama_ridge_access::has_lora(const llama_context & ctx) {
+    return ctx.loras && !ctx.loras->empty();
+}
 
+bool llama_ridge_access::has_cvec(const llama_context & ctx) {
     for (uint32_t il = 0; ctx.cvec && il < ctx.model.hparams.n_layer(); ++il) {
         if (ctx.cvec->tensor_for(il)) {
             return true;
@@ -75,6 +75,10 @@ bool llama_ridge_access::has_adapters(const llama_context & ctx) {
     }
 
     return false;
+}
+
+uint32_t llama_ridge_access::n_free(const llama_kv_cells & cells) {
+    return cells.size() - cells.get_used();
 }
 
 void llama_ridge_access::set_n_kv(llama_kv_cache_context & mctx, uint32_t n_kv) {
@@ -114,14 +118,23 @@ void llama_ridge_access::prepare(llama_context & ctx) {
 
 ggml_status llama_ridge_access::compute(llama_context & ctx, const llama_ubatch & ubatch, llama_memory_context_i & mctx) {
     // the outputs of the last decode stay valid, and adapters that were set for it do not leak into this prompt
-    const uint32_t n_outputs = ctx.n_outputs;
-    auto loras = std::move(ctx.loras);
+    struct own_state {
+        llama_context & ctx;
+        uint32_t n_outputs;
+        std::unique_ptr<llama_adapter_loras> loras;
 
-    ctx.n_outputs = 0;
-    ctx.loras     = std::make_unique<llama_adapter_loras>();
-
-    // neither graph is the other's: a graph built by decode() looks reusable for this ubatch, and the reverse
-    ctx.gf_res_prev_active = nullptr;
+        own_state(llama_context & ctx) : ctx(ctx), n_outputs(ctx.n_outputs), loras(std::make_unique<llama_adapter_loras>()) {
+            std::swap(ctx.loras, loras);
+            ctx.n_outputs = 0;
+            // neither graph is the other's: a graph built by decode() looks reusable for this ubatch, and the reverse
+            ctx.gf_res_prev_active = nullptr;
+        }
+        ~own_state() {
+            std::swap(ctx.loras, loras);
+            ctx.n_outputs = n_outputs;
+            ctx.gf_res_prev_active = nullptr;
+        }
+    } state(ctx);
 
     if (ctx.t_compute_start_us == 0) {
         ctx.t_compute_start_us = ggml_time_us();
@@ -130,10 +143,6 @@ ggml_status llama_ridge_access::compute(llama_context & ctx, const llama_ubatch 
     ggml_status status;
     ctx.process_ubatch(ubatch, LLM_GRAPH_TYPE_DEFAULT, &mctx, status);
     ctx.synchronize();
-
-    ctx.gf_res_prev_active = nullptr;
-    ctx.loras     = std::move(loras);
-    ctx.n_outputs = n_outputs;
 
     return status;
 }

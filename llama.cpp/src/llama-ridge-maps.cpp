@@ -250,7 +250,12 @@ static bool place_all(const llama_model & model, const ggml_ridge_sidecar * sc, 
 
     for (auto & [buft, alloc] : allocs) {
         if (!upload(alloc, maps)) {
-            llama_ridge_fail(LLAMA_RIDGE_ERR_NO_SPACE, "could not allocate the maps in a buffer of type %s", ggml_backend_buft_name(buft));
+            size_t size = 0;
+            for (const auto & it : alloc.tensors) {
+                size += ggml_nbytes(it.second);
+            }
+            llama_ridge_fail(LLAMA_RIDGE_ERR_NO_MEMORY, "could not allocate %.1f MiB for the maps in a buffer of type %s",
+                    size/1024.0/1024.0, ggml_backend_buft_name(buft));
             return false;
         }
     }
@@ -286,13 +291,8 @@ static void warn_differences(const llama_model & model, const ggml_ridge_sidecar
     }
 }
 
-struct llama_ridge_maps * llama_ridge_maps_load(const struct llama_model * model, const char * path) {
-    if (const char * reason = llama_ridge_unsupported_model(model)) {
-        llama_ridge_fail(LLAMA_RIDGE_ERR_UNSUPPORTED, "%s", reason);
-        LLAMA_LOG_ERROR("%s: %s\n", __func__, reason);
-        return nullptr;
-    }
-
+// nullptr and a message where the file is refused
+static std::unique_ptr<llama_ridge_maps> load(const llama_model * model, const char * path) {
     const std::string arch = model->arch_name();
     const std::string tok  = tokenizer_sha256(model->vocab);
     const std::string hp   = hparams_text(*model);
@@ -319,7 +319,6 @@ struct llama_ridge_maps * llama_ridge_maps_load(const struct llama_model * model
     }
 
     if (!sc || !check_lengths(*model, sc.get(), *maps) || !place_all(*model, sc.get(), *maps)) {
-        LLAMA_LOG_ERROR("%s: ridge maps refused: %s\n", __func__, llama_ridge_last_error());
         return nullptr;
     }
 
@@ -327,6 +326,25 @@ struct llama_ridge_maps * llama_ridge_maps_load(const struct llama_model * model
     LLAMA_LOG_INFO("%s: '%s' matches the model: architecture %s, %d layers, width %d, tokenizer %.12s; kind %s, split %d, %.1f MiB, sha256 %.12s\n",
             __func__, path, arch.c_str(), expect.block_count, expect.embedding_length, tok.c_str(),
             maps->kind.c_str(), maps->split, maps->size()/1024.0/1024.0, maps->hash.c_str());
+
+    return maps;
+}
+
+struct llama_ridge_maps * llama_ridge_maps_load(const struct llama_model * model, const char * path) {
+    if (const char * reason = llama_ridge_unsupported_model(model)) {
+        llama_ridge_fail(LLAMA_RIDGE_ERR_UNSUPPORTED, "%s", reason);
+        LLAMA_LOG_ERROR("%s: %s\n", __func__, reason);
+        return nullptr;
+    }
+
+    std::unique_ptr<llama_ridge_maps> maps;
+    llama_ridge_guard([&] {
+        maps = load(model, path);
+        return LLAMA_RIDGE_OK;
+    });
+    if (!maps) {
+        LLAMA_LOG_ERROR("%s: ridge maps refused: %s\n", __func__, llama_ridge_last_error());
+    }
 
     return maps.release();
 }

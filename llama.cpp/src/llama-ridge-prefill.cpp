@@ -242,6 +242,28 @@ llama_ridge_pass make_pass(const llama_ridge_prefill & pf, const ridge_step & st
     return pass;
 }
 
+bool holds_row(const llama_ridge_prefill & pf, const llama_kv_cells & cells, int32_t i) {
+    const uint32_t c = pf.cell[i];
+    return !cells.is_empty(c) && cells.seq_has(c, pf.seq_id) && cells.pos_get(c) == pf.pos0 + i;
+}
+
+// Take the rows of this prefill out of the cache: those and no others, whatever the sequence holds by now.
+void remove_rows(llama_ridge_prefill & pf) {
+    const auto & cells = llama_ridge_access::cells(*llama_ridge_access::kv(*pf.ctx), pf.seq_id);
+
+    for (int32_t i = 0; i < pf.n_rows_in; ) {
+        int32_t n = 0;
+        while (i + n < pf.n_rows_in && holds_row(pf, cells, i + n)) {
+            n++;
+        }
+        if (n > 0) {
+            pf.ctx->get_memory()->seq_rm(pf.seq_id, pf.pos0 + i, pf.pos0 + i + n);
+        }
+        i += std::max(n, 1);
+    }
+    pf.n_rows_in = 0;
+}
+
 // the rows that are in the cache must still be where sweep 1 put them
 bool cache_is_ours(const llama_ridge_prefill & pf, llama_kv_cache & kv) {
     const auto & cells = llama_ridge_access::cells(kv, pf.seq_id);
@@ -250,8 +272,7 @@ bool cache_is_ours(const llama_ridge_prefill & pf, llama_kv_cache & kv) {
         return false;
     }
     for (int32_t i = 0; i < pf.n_rows_in; ++i) {
-        const uint32_t c = pf.cell[i];
-        if (cells.is_empty(c) || cells.seq_count(c) != 1 || !cells.seq_has(c, pf.seq_id) || cells.pos_get(c) != pf.pos0 + i) {
+        if (!holds_row(pf, cells, i) || cells.seq_count(pf.cell[i]) != 1) {
             return false;
         }
     }
@@ -259,12 +280,23 @@ bool cache_is_ours(const llama_ridge_prefill & pf, llama_kv_cache & kv) {
     return true;
 }
 
-int32_t fail_step(llama_ridge_prefill & pf, int32_t status, const char * what) {
+int32_t fail_step(llama_ridge_prefill & pf, int32_t status, const std::string & what) {
     llama_ridge_prefill_cancel(&pf);
-    pf.failed = true;
 
     return llama_ridge_fail(status, "step %d of %d: %s; the rows of this prompt were removed from sequence %d",
-            pf.stats.i_step + 1, pf.stats.n_steps, what, pf.seq_id);
+            pf.stats.i_step + 1, pf.stats.n_steps, what.c_str(), pf.seq_id);
+}
+
+// whether the rows that are not in the cache yet, those of the end of the prompt included, find cells
+bool has_space(const llama_ridge_prefill & pf, llama_kv_cache & kv, std::string & what) {
+    const uint32_t n_free = llama_ridge_access::n_free(llama_ridge_access::cells(kv, pf.seq_id));
+    const uint32_t n_need = pf.tokens.size() - pf.n_rows_in;
+
+    if (n_free < n_need) {
+        what = format("expected %u free cells in the KV cache for the rest of the prompt, found %u", n_need, n_free);
+        return false;
+    }
+    return true;
 }
 
 // after sweep 1 of a nofill prefill: the upper layers hold nothing for its filled rows
@@ -374,23 +406,21 @@ int32_t check_nofill(llama_context & ctx, llama_kv_cache & kv, const llama_ridge
 
 } // namespace
 
-int32_t llama_ridge_prefill_begin(
-        struct llama_context          * ctx,
-        const struct llama_ridge_maps * maps,
-        struct llama_ridge_params       params,
-        llama_seq_id                    seq_id,
-        llama_pos                       pos0,
-        const llama_token             * tokens,
-        int32_t                         n_tokens,
-        const int32_t                 * exact_rows,
-        int32_t                         n_exact_rows,
-        struct llama_ridge_prefill   ** prefill) {
-    *prefill = nullptr;
-
+static int32_t prefill_begin(
+        llama_context          * ctx,
+        const llama_ridge_maps * maps,
+        llama_ridge_params       params,
+        llama_seq_id             seq_id,
+        llama_pos                pos0,
+        const llama_token      * tokens,
+        int32_t                  n_tokens,
+        const int32_t          * exact_rows,
+        int32_t                  n_exact_rows,
+        llama_ridge_prefill   ** prefill) {
     if (const char * reason = llama_ridge_unsupported(ctx)) {
         return llama_ridge_fail(LLAMA_RIDGE_ERR_UNSUPPORTED, "%s", reason);
     }
-    if (llama_ridge_access::has_adapters(*ctx)) {
+    if (llama_ridge_access::has_lora(*ctx) || llama_ridge_access::has_cvec(*ctx)) {
         return llama_ridge_fail(LLAMA_RIDGE_ERR_UNSUPPORTED,
                 "a LoRA or control vector is active, and the maps were fitted without it");
     }
@@ -417,6 +447,11 @@ int32_t llama_ridge_prefill_begin(
     pf->pos0   = pos0;
     pf->tokens.assign(tokens, tokens + n_tokens);
 
+    std::string what;
+    if (!has_space(*pf, kv, what)) {
+        return llama_ridge_fail(LLAMA_RIDGE_ERR_NO_SPACE, "%s", what.c_str());
+    }
+
     const int32_t n_batch  = ctx->n_batch();
     const int32_t n_ubatch = ctx->n_ubatch();
     const int32_t n_step   = params.n_step > 0 ? std::min(params.n_step, n_ubatch) : n_ubatch;
@@ -435,13 +470,31 @@ int32_t llama_ridge_prefill_begin(
     pf->n_kv.resize(pf->n_done);
 
     if (!alloc_x(*pf)) {
-        return llama_ridge_fail(LLAMA_RIDGE_ERR_NO_SPACE, "could not allocate %.1f MiB for the hidden states of the exact rows",
+        return llama_ridge_fail(LLAMA_RIDGE_ERR_NO_MEMORY, "could not allocate %.1f MiB for the hidden states of the exact rows",
                 std::count(pf->exact.begin(), pf->exact.end(), true)*4.0*ctx->get_model().hparams.n_embd/1024/1024);
     }
 
     *prefill = pf.release();
 
     return LLAMA_RIDGE_OK;
+}
+
+int32_t llama_ridge_prefill_begin(
+        struct llama_context          * ctx,
+        const struct llama_ridge_maps * maps,
+        struct llama_ridge_params       params,
+        llama_seq_id                    seq_id,
+        llama_pos                       pos0,
+        const llama_token             * tokens,
+        int32_t                         n_tokens,
+        const int32_t                 * exact_rows,
+        int32_t                         n_exact_rows,
+        struct llama_ridge_prefill   ** prefill) {
+    *prefill = nullptr;
+
+    return llama_ridge_guard([&] {
+        return prefill_begin(ctx, maps, params, seq_id, pos0, tokens, n_tokens, exact_rows, n_exact_rows, prefill);
+    });
 }
 
 // place the rows of a sweep 1 step; empty if the cache is full
@@ -461,21 +514,22 @@ static llama_kv_cache::slot_info place_upper(const llama_ridge_prefill & pf, con
     return res;
 }
 
-int32_t llama_ridge_prefill_step(struct llama_ridge_prefill * pf) {
-    if (pf->failed) {
-        return llama_ridge_fail(LLAMA_RIDGE_ERR_STATE, "the prefill has failed or was cancelled");
-    }
-    if (pf->done()) {
-        return LLAMA_RIDGE_DONE;
-    }
-
+static int32_t prefill_step(llama_ridge_prefill * pf) {
     const int64_t t_start = ggml_time_us();
 
     llama_kv_cache & kv = *llama_ridge_access::kv(*pf->ctx);
     llama_ridge_access::prepare(*pf->ctx);
 
     if (!cache_is_ours(*pf, kv)) {
-        return fail_step(*pf, LLAMA_RIDGE_ERR_STATE, "the cache of the sequence was changed meanwhile");
+        return fail_step(*pf, LLAMA_RIDGE_ERR_STATE, format("expected sequence %d to end with this prompt at position %d, found it changed "
+                "meanwhile, with its end at %d", pf->seq_id, pf->pos0 + pf->n_rows_in - 1, kv.seq_pos_max(pf->seq_id)));
+    }
+    if (llama_ridge_access::has_cvec(*pf->ctx)) {
+        return fail_step(*pf, LLAMA_RIDGE_ERR_STATE, "expected no control vector, found one that was set meanwhile");
+    }
+    std::string what;
+    if (!has_space(*pf, kv, what)) {
+        return fail_step(*pf, LLAMA_RIDGE_ERR_NO_SPACE, what);
     }
 
     const ridge_step & step = pf->steps[pf->i_step];
@@ -485,21 +539,27 @@ int32_t llama_ridge_prefill_step(struct llama_ridge_prefill * pf) {
 
     const auto sinfo = upper ? place_upper(*pf, kv, step.rows) : place_lower(kv, ubatch);
     if (sinfo.empty()) {
-        return fail_step(*pf, LLAMA_RIDGE_ERR_NO_SPACE, "no free cells in the KV cache");
+        return fail_step(*pf, LLAMA_RIDGE_ERR_NO_SPACE, format("expected room for %zu rows in the KV cache, found none", step.rows.size()));
+    }
+    if (!upper) { // before they are there: a step that fails takes them out again
+        for (size_t k = 0; k < step.rows.size(); ++k) {
+            pf->cell[step.rows[k]] = sinfo.idxs[0][k];
+        }
+        pf->n_rows_in += step.rows.size();
     }
 
     llama_ridge_kv_context mctx(&kv, sinfo, ubatch, make_pass(*pf, step));
 
-    if (llama_ridge_access::compute(*pf->ctx, ubatch, mctx) != GGML_STATUS_SUCCESS) {
-        return fail_step(*pf, LLAMA_RIDGE_ERR_COMPUTE, "the backend could not compute the graph");
+    const ggml_status computed = llama_ridge_access::compute(*pf->ctx, ubatch, mctx);
+    if (computed != GGML_STATUS_SUCCESS) {
+        return fail_step(*pf, computed == GGML_STATUS_ALLOC_FAILED ? LLAMA_RIDGE_ERR_NO_MEMORY : LLAMA_RIDGE_ERR_COMPUTE,
+                format("the backend could not compute the graph (%s)", ggml_status_to_string(computed)));
     }
 
     if (!upper) {
-        for (size_t k = 0; k < step.rows.size(); ++k) {
-            pf->cell[step.rows[k]] = sinfo.idxs[0][k];
-            pf->n_kv[step.rows[k]] = mctx.get_n_kv();
+        for (int32_t i : step.rows) {
+            pf->n_kv[i] = mctx.get_n_kv();
         }
-        pf->n_rows_in += step.rows.size();
     }
 
     pf->i_step++;
@@ -511,6 +571,22 @@ int32_t llama_ridge_prefill_step(struct llama_ridge_prefill * pf) {
     }
 
     return pf->done() ? LLAMA_RIDGE_DONE : LLAMA_RIDGE_OK;
+}
+
+int32_t llama_ridge_prefill_step(struct llama_ridge_prefill * pf) {
+    if (pf->failed) {
+        return llama_ridge_fail(LLAMA_RIDGE_ERR_STATE, "the prefill has failed or was cancelled");
+    }
+    if (pf->done()) {
+        return LLAMA_RIDGE_DONE;
+    }
+
+    const int32_t status = llama_ridge_guard([&] { return prefill_step(pf); });
+    if (status < 0) {
+        llama_ridge_prefill_cancel(pf); // where an exception came before
+    }
+
+    return status;
 }
 
 int32_t llama_ridge_prefill_n_done(const struct llama_ridge_prefill * pf) {
@@ -539,9 +615,8 @@ void llama_ridge_prefill_cancel(struct llama_ridge_prefill * pf) {
         return;
     }
 
-    pf->ctx->get_memory()->seq_rm(pf->seq_id, pf->pos0, -1);
-    pf->n_rows_in = 0;
-    pf->failed    = true;
+    remove_rows(*pf);
+    pf->failed = true;
 }
 
 void llama_ridge_prefill_free(struct llama_ridge_prefill * pf) {

@@ -94,6 +94,9 @@ const char * llama_ridge_unsupported_model(const struct llama_model * model) {
                 model->arch_name().c_str());
         return reason.c_str();
     }
+    if (model->split_mode() == LLAMA_SPLIT_MODE_TENSOR) {
+        return "tensors split over devices cannot be filled (--split-mode: expected none, layer or row, found tensor)";
+    }
     if (model->hparams.n_layer() < 2) {
         reason = format("the model has %u layer, at least 2 are needed", model->hparams.n_layer());
         return reason.c_str();
@@ -136,14 +139,20 @@ const char * llama_ridge_unsupported(const struct llama_context * ctx) {
 static int32_t find_cells(
         llama_kv_cache * kv, llama_seq_id seq_id, int32_t il, char what, llama_pos p0, llama_pos p1, std::vector<uint32_t> & idx) {
     if (kv == nullptr || (what != 'k' && what != 'v') || seq_id < 0 || (uint32_t) seq_id >= kv->get_n_seq_max()) {
-        return llama_ridge_fail(LLAMA_RIDGE_ERR_ARGUMENT, "expected a plain KV cache, 'k' or 'v' and one of its sequences");
+        return llama_ridge_fail(LLAMA_RIDGE_ERR_ARGUMENT, "expected a plain KV cache, 'k' or 'v' and one of its sequences, found %s, '%c' and sequence %d",
+                kv ? "one" : "another memory", what, seq_id);
     }
     if (llama_ridge_access::row_size(*kv, il, what) == 0) {
         return llama_ridge_fail(LLAMA_RIDGE_ERR_ARGUMENT, "layer %d has no KV cache", il);
     }
 
     const auto & cells = llama_ridge_access::cells(*kv, seq_id);
-    idx.resize(std::max(0, p1 - p0));
+    const int64_t n = std::max<int64_t>(0, (int64_t) p1 - p0);
+    if (p0 < 0 || n > cells.size()) {
+        return llama_ridge_fail(LLAMA_RIDGE_ERR_ARGUMENT, "expected positions from 0 on and at most the %u of the cache, found %d to %d",
+                cells.size(), p0, p1);
+    }
+    idx.resize(n);
     size_t n_found = 0;
     for (uint32_t c = 0; c < cells.size(); ++c) {
         if (!cells.is_empty(c) && cells.seq_has(c, seq_id) && cells.pos_get(c) >= p0 && cells.pos_get(c) < p1) {
@@ -159,8 +168,8 @@ static int32_t find_cells(
     return LLAMA_RIDGE_OK;
 }
 
-int64_t llama_ridge_get_kv(
-        struct llama_context * ctx, llama_seq_id seq_id, int32_t il, char what,
+static int64_t get_kv(
+        llama_context * ctx, llama_seq_id seq_id, int32_t il, char what,
         llama_pos p0, llama_pos p1, float * dst, int64_t n_max) {
     llama_kv_cache * kv = llama_ridge_access::kv(*ctx);
 
@@ -175,14 +184,21 @@ int64_t llama_ridge_get_kv(
             return llama_ridge_fail(LLAMA_RIDGE_ERR_ARGUMENT, "expected room for %lld floats, found %lld", (long long) n, (long long) n_max);
         }
         ctx->synchronize();
+        llama_ridge_access::prepare(*ctx); // pending shifts, and copies of sequences
         llama_ridge_access::read_rows(*kv, seq_id, il, what, idx, dst);
     }
 
     return n;
 }
 
-int32_t llama_ridge_copy_kv(
-        struct llama_context * ctx, llama_seq_id seq_src, llama_seq_id seq_dst, int32_t il, char what,
+int64_t llama_ridge_get_kv(
+        struct llama_context * ctx, llama_seq_id seq_id, int32_t il, char what,
+        llama_pos p0, llama_pos p1, float * dst, int64_t n_max) {
+    return llama_ridge_guard([&] { return get_kv(ctx, seq_id, il, what, p0, p1, dst, n_max); });
+}
+
+static int32_t copy_kv(
+        llama_context * ctx, llama_seq_id seq_src, llama_seq_id seq_dst, int32_t il, char what,
         llama_pos p0, llama_pos p1) {
     llama_kv_cache * kv = llama_ridge_access::kv(*ctx);
 
@@ -210,4 +226,10 @@ int32_t llama_ridge_copy_kv(
     llama_ridge_access::copy_rows(*kv, seq_src, seq_dst, il, what, src, dst);
 
     return LLAMA_RIDGE_OK;
+}
+
+int32_t llama_ridge_copy_kv(
+        struct llama_context * ctx, llama_seq_id seq_src, llama_seq_id seq_dst, int32_t il, char what,
+        llama_pos p0, llama_pos p1) {
+    return llama_ridge_guard([&] { return copy_kv(ctx, seq_src, seq_dst, il, what, p0, p1); });
 }

@@ -34,10 +34,11 @@ extern "C" {
         LLAMA_RIDGE_DONE            =  1, // prefill_step: nothing is left to do
         LLAMA_RIDGE_ERR_ARGUMENT    = -1, // a parameter is out of range; nothing was changed
         LLAMA_RIDGE_ERR_UNSUPPORTED = -2, // this model, memory or context cannot be filled; nothing was changed
-        LLAMA_RIDGE_ERR_NO_SPACE    = -3, // no free cells or memory; a step removed the rows of its prefill from the cache
+        LLAMA_RIDGE_ERR_NO_SPACE    = -3, // too few free cells for the rest of the prompt; its rows were removed from the cache
         LLAMA_RIDGE_ERR_COMPUTE     = -4, // the backend failed; the rows of this prefill were removed from the cache
         LLAMA_RIDGE_ERR_STATE       = -5, // the cache was changed under the prefill; its rows were removed
         LLAMA_RIDGE_ERR_FILE        = -6, // the sidecar was refused
+        LLAMA_RIDGE_ERR_NO_MEMORY   = -7, // an allocation failed; the rows of this prefill were removed from the cache
     };
 
     enum llama_ridge_mode {
@@ -123,7 +124,8 @@ extern "C" {
             struct llama_ridge_prefill   ** prefill);
 
     // Run one step. LLAMA_RIDGE_OK: call again; LLAMA_RIDGE_DONE: all is in the cache; negative: the prefill failed, its
-    // rows are gone from the cache and only prefill_free() may follow. Other sequences may be decoded between two steps.
+    // rows are gone from the cache and only prefill_free() may follow. Other sequences may be decoded between two steps; this
+    // one may be removed or cleared, but not copied, shifted or decoded into.
     LLAMA_API int32_t llama_ridge_prefill_step(struct llama_ridge_prefill * prefill);
 
     // rows that the steps put into the cache; tokens[n_done..n_tokens) go to llama_decode() afterwards

@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -115,10 +115,10 @@ class Config:
 
     def options(self) -> list[str]:
         """For the record: what is not at its default, besides what has a key of its own in the sidecar."""
-        out = [f"row_stride={self.row_stride}"] if self.row_stride != 1 else []
-        out += [f"chat_share={self.chat_share:g}"] if self.chat_share else []
-        out += ["overlap=keep"] if self.overlap == "keep" else []
-        return out
+        recorded = ("ctx", "n_tokens", "heldout_tokens", "heldout_documents", "row_stride", "chat_share")
+        default = Config(model="", out="", splits=[], text=[])
+        out = [f"{name}={getattr(self, name)}" for name in recorded if getattr(self, name) != getattr(default, name)]
+        return out + (["overlap=keep"] if self.overlap == "keep" else [])
 
 
 @dataclass(frozen=True)
@@ -193,6 +193,13 @@ def _sha256(*parts: bytes) -> str:
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.hexdigest()
+
+
+def _memory_available() -> int:
+    """Bytes that can be had, caches of files included; where the system does not say, free memory."""
+    with suppress(OSError, StopIteration), open("/proc/meminfo") as f:
+        return 1024 * int(next(line for line in f if line.startswith("MemAvailable:")).split()[1])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _describe_text(documents: Sequence[Document]) -> str:
@@ -352,6 +359,7 @@ class Calibration:
                 "n_heldout_documents": len(heldout),
                 "seed": self.config.seed,
                 "options": options + ([f"evaluation_documents={n_evaluation}"] if n_evaluation else []),
+                "heldout": [d.sha256 for d in self.prepared.selection.heldout],
             },
             layouts=[targets.layout for targets, _ in self.families],
             n_shards=self.n_shards,
@@ -375,7 +383,7 @@ class Calibration:
             n_passes=len(self.passes),
             n_tokens_done=self._tokens_done(),
             memory_bytes=self._memory_bytes(),
-            memory_available=os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+            memory_available=_memory_available(),
             sums_bytes=sum(map(self._sums_bytes, self.passes)),
         )
 

@@ -3,8 +3,8 @@
 Exit codes: 0 done; 1 a value out of range, or a fault of ours; 2 wrong usage; 3 the native library refused or is
 missing, or a checkpoint cannot be used; 4 text that cannot be used; 5 activations that cannot be fitted; 6 a file
 exists already; 7 not a sidecar, or a damaged one; 8 sums of something else, unfinished, damaged or in use; 9 documents
-share text; 10 a file cannot be read or written (full disk, no permission); 11 maps that a model fails to verify; 130
-stopped.
+share text; 10 a file cannot be read or written (full disk, no permission); 11 maps that a model fails to verify; 12 the
+doctor found a problem; 13 the doctor cannot tell; 130 stopped.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import typer
 
 from .commands import card, inspect, score, verify
 from .commands.common import AsJson, Force, errors_for_people, mib, score_table, stdout
+from .commands.doctor import doctor
 from .commands.tune import tune
 from .progress import duration, progress, stderr
 
@@ -164,7 +165,7 @@ def _print_result(r) -> None:
     stdout.print(f"mean held-out R² {means} over {r.n_heldout_tokens:,} rows; {r.seconds:.0f} s")
 
 
-for command in (inspect.inspect, score.score, verify.verify, card.card, tune):
+for command in (inspect.inspect, score.score, verify.verify, card.card, tune, doctor):
     app.command()(command)
 
 

@@ -22,9 +22,12 @@ class Recipe:
 
 
 class Cost:
-    """Of a model file. `exact` and `filled` give multiply-adds; embedding and logits, equal in both, are left out."""
+    """Of a model file. `exact` and `filled` give multiply-adds; embedding and logits, equal in both, are left out.
 
-    def __init__(self, path: str):
+    n_layer  layers that a row passes: more than the file's blocks, where a model loops over them
+    """
+
+    def __init__(self, path: str, n_layer: int):
         file = ModelFile(path)
         arch = file.get("general.architecture")
 
@@ -34,7 +37,7 @@ class Cost:
                 raise RidgefillError(f"expected key {arch}.{key} in the model file, found none")
             return max(value) if isinstance(value, list) else int(value)
 
-        self.n_layer, self.n_embd, n_head = number("block_count"), number("embedding_length"), number("attention.head_count")
+        self.n_layer, self.n_embd, n_head = n_layer, number("embedding_length"), number("attention.head_count")
         head = number("attention.key_length", self.n_embd // n_head)
         self._n_kv = 2 * number("attention.head_count_kv", n_head) * head
         # a row attends to each row before it, for scores and for the mix of values
@@ -44,7 +47,7 @@ class Cost:
             int(np.prod(t.shape)) * (used if len(t.shape) == 3 else 1)
             for name, t in file.tensors.items()
             if name.startswith("blk.") and len(t.shape) > 1
-        ) / self.n_layer
+        ) / number("block_count")
 
     def _map(self, r: Recipe) -> int:
         """Multiply-adds of one filled row in one layer above the split."""

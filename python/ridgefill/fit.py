@@ -207,15 +207,16 @@ def _solve(wanted: Wanted, header: Header, problem: _Problem, report: Callable[[
         r2={part: [layer.r2[part] for layer in layers] for part in sidecar.PARTS[kind]},
         weights=[layer.weights for layer in layers],
         biases=[layer.bias for layer in layers],
-        calibration=_record(header, fit.n, problem.heldout.n),
+        calibration=_record(header, wanted, fit.n, problem.heldout.n),
         kind=kind,
         kv_lengths=[layout.kv_lengths[il] for il in fit.layers] if layout.kv_lengths else [],
         prev_share=wanted.prev_share,
     )
 
 
-def _record(header: Header, n_tokens: int, n_heldout_tokens: int) -> sidecar.Calibration:
+def _record(header: Header, wanted: Wanted, n_tokens: int, n_heldout_tokens: int) -> sidecar.Calibration:
     options = header.record["options"] + ([f"shards={header.n_shards}"] if header.n_shards > 1 else [])
+    options += [f"lambda={x:g}" for x in wanted.lambdas] if wanted.lambdas != LAMBDAS else []
     counts = {"n_tokens": n_tokens, "n_heldout_tokens": n_heldout_tokens}
     return sidecar.Calibration(**{**header.record, **counts, "options": options})
 

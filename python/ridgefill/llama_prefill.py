@@ -28,7 +28,7 @@ import llama_cpp
 _N_SINK = 4  # rows that are too few to be worth reusing, where no sidecar says so; the library's own number of sink rows
 _UPSTREAM_INIT = inspect.signature(llama_cpp.Llama.__init__)
 # llama_ridge_status of a prefill that failed, as llama-server names it
-_FAILED = {-2: "unsupported", -3: "no_space"}
+_FAILED = {-2: "unsupported", -3: "no_space", -7: "no_memory"}
 # reasons that lie in how the object was made or called
 _MESSAGES = {
     "speculative": "a draft model is active, and its use needs the logits of every row",

@@ -88,7 +88,8 @@ def _some(chunk_list: list[Chunk], n_tokens: int) -> list[Chunk]:
 
 def _shared(model: Model, tokens: Tokens, prepared: Prepared, evaluation: list[Document]) -> list[tuple[Document, str]]:
     """Documents that share text with one of which they must know nothing, each with a line about it."""
-    fit, heldout = prepared.documents
+    # held-out documents that give no chunk may judge the maps all the same
+    fit, heldout = prepared.documents[0], prepared.selection.heldout
     out = []
     for documents, of, others, of_others in (
         (fit, "to fit", heldout, "held out"),

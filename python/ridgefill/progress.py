@@ -20,7 +20,7 @@ class _RateColumn(TextColumn):
 
     def render(self, task):
         rate = task.finished_speed or task.speed
-        return f"{rate:,.0f}/s" if rate and task.description == "capture" else ""
+        return f"{rate:,.0f}/s" if rate and task.description.endswith("capture") else ""
 
 
 def _log_report():

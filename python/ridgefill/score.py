@@ -181,7 +181,29 @@ def pieces(chunk_list: Sequence[Chunk], sink: int, n_tokens: int = N_TOKENS) -> 
 
 
 def unseen(documents: list[Document], keys: dict) -> list[Document]:
-    """Of the text that maps were fitted on (their file has these keys), the documents that were held out."""
+    """Of the text that maps were fitted on (their file has these keys), the documents that were held out.
+
+    Raises TextError when there are none, or the file does not say which they are and the text does not either.
+    """
+    known = keys.get("ridge.calibration.heldout_sha256")
+    if known is None:
+        return _marked(documents, keys)
+    found = sorted((d for d in documents if d.sha256 in known), key=lambda d: known.index(d.sha256))
+    if not found:
+        raise TextError(
+            f"expected the text that the maps were made of, with {len(known)} documents held out, found none of these among "
+            f"{len(documents)}; --unseen judges by text that is no part of it"
+        )
+    return found
+
+
+def _marked(documents: list[Document], keys: dict) -> list[Document]:
+    """Those with the partition "heldout" that a calibration takes."""
+    if not any(d.partition == "heldout" for d in documents):
+        raise TextError(
+            "expected documents that sources.json marks as heldout, since the file does not say which were, found none; "
+            "--unseen judges by text that the maps were not made of"
+        )
     return select(documents, keys["ridge.calibration.seed"], keys["ridge.calibration.n_heldout_documents"]).heldout
 
 

@@ -39,7 +39,7 @@ SCORE_KEYS = {
     "ridge.score.n_documents": (_U32, False),
     "ridge.score.sources": (_STR, True),
 }
-# ... and what a filled prompt gave (selftest.py). Type of the value or of its elements, whether it is an array
+# ... and what a filled prompt gave (verify.py). Type of the value or of its elements, whether it is an array
 SELFTEST_KEYS = {
     "ridge.selftest.tokens": (_U32, True),
     "ridge.selftest.tail": (_U32, False),
@@ -62,6 +62,7 @@ class Calibration:
     seed: int
     tool: str = TOOL
     options: list[str] = field(default_factory=list)  # "name=value" of each that is not at its default
+    heldout: list[str] = field(default_factory=list)  # text.Document.sha256 of each document held out
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,8 @@ def _add_metadata(w: gguf.GGUFWriter, s: Sidecar, tensors: dict[str, np.ndarray]
     w.add_string("ridge.calibration.tool", c.tool)
     if c.options:
         w.add_array("ridge.calibration.options", c.options)
+    if c.heldout:
+        w.add_array("ridge.calibration.heldout_sha256", c.heldout)
 
 
 def _write_gguf(path: Path, s: Sidecar) -> None:

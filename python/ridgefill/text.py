@@ -10,6 +10,7 @@ calibrated on. Documents without one have the partition "".
 from __future__ import annotations
 
 import gzip
+import hashlib
 import html.parser
 import json
 import os
@@ -35,6 +36,11 @@ class Document:
     source: str  # where the text comes from, for the record in the sidecar
     licence: str = UNKNOWN_LICENCE
     partition: str = ""
+
+    @property
+    def sha256(self) -> str:
+        """The first 16 digits, which tell the documents of a calibration apart."""
+        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
 
 class _Stripper(html.parser.HTMLParser):

@@ -13,6 +13,7 @@ which a run that was stopped goes on.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -32,7 +33,8 @@ from .text import Document
 
 KEY_SHARE = 0.5  # a layer carries recall when filling its keys alone loses at least this share of the facts
 SCORE_TOKENS = 8192  # of held-out text, for the scores of the chosen maps
-N_SPLITS = 3  # measured, from the highest layer that carries recall on
+LOSSLESS = 0.95  # share of the facts that a fill keeps of which it is said that it forgets nothing
+N_SPLITS = 3  # measured
 N_DEPTHS = 8  # at which facts are planted in turn
 TRIES = 4  # seeds drawn for each fact: text with very long words leaves prompts too short
 
@@ -54,7 +56,7 @@ class Config:
     probe_tail: int = 96
     windows: int = 6  # for the loss
     window_prefix: int = 2048
-    window_tail: int = 256  # at most: a longer one is served at a lower loss
+    window_tail: int = 256  # at most: a longer one is served at a lower loss, and told apart by cost alone
     window_scored: int = 128
 
     def measured(self) -> dict:
@@ -82,6 +84,7 @@ class Tuned:
     """Result of a run. Layers are numbered from 0."""
 
     out: str
+    base: int  # split above which single layers were exchanged
     critical: int  # highest layer whose keys carry recall, -1 where there is none
     layers: list[dict]  # of the splices, by layer
     candidates: list[Candidate]
@@ -96,7 +99,7 @@ class Tuned:
         first = (
             f"The keys of layer {self.critical} carry recall: a split at or above {self.critical} keeps them exact."
             if self.critical >= 0
-            else "No single layer's keys carry recall: filling those of any one layer above the split keeps the facts."
+            else f"No single layer's keys carry recall: filling those of any one layer above {self.base} keeps the facts."
         )
         kept = "keeps" if self.keeps else "comes closest to keeping"
         second = (
@@ -132,6 +135,20 @@ def critical_layers(records: Sequence[dict]) -> list[dict]:
     return out
 
 
+@dataclass(frozen=True)
+class Found:
+    """What splices above split `base` tell: whether its fill forgets nothing, and critical_layers()."""
+
+    base: int
+    keeps: bool
+    layers: list[dict]
+
+    @property
+    def carrying(self) -> list[int]:
+        """Layers whose keys carry recall, ascending."""
+        return [row["layer"] for row in self.layers if row["carries"]]
+
+
 class Tuner:
     """One run; see the module. `say` takes lines for the user. Use it in `with`."""
 
@@ -139,7 +156,9 @@ class Tuner:
         self.config, self.say, self.report = config, say, report_to
         self.out = Path(config.calibration.out)
         self.work = self.out.with_name(f"{self.out.name}.tune")
-        sidecar.check_writable(self.out, config.calibration.force)
+        self.summary = self.out.with_name(f"{self.out.name}.json")
+        for path in (self.out, self.summary):
+            sidecar.check_writable(path, config.calibration.force)
         self.work.mkdir(parents=True, exist_ok=True)
         self.model = lib.Model(config.calibration.model, n_gpu_layers=config.calibration.gpu_layers)
 
@@ -238,26 +257,36 @@ class Tuner:
         self.report(stage, 0, len(items))
         for i, item in enumerate(items):
             key = str(getattr(item, "seed", getattr(item, "document", i)))
-            if key not in journal.done:
-                journal.add(key, run(item))
-            records += journal.done[key]
+            records += journal.of(key, lambda item=item: run(item))
             self.report(stage, i + 1, len(items))
         return records
 
-    def _find_critical(self) -> list[dict]:
-        """By layer, splices above a split in the middle, or deeper where its fill loses no fact."""
+    def _look(self) -> Found:
+        """Splices above a split in the middle, or lower while its fill forgets nothing."""
         base = self.model.n_layer // 2
         while True:
-            layers = critical_layers(self._splices(base))
-            if base <= 2 or any(row["carries"] for row in layers):
-                return layers
-            base = base // 2
+            records = self._splices(base)
+            kept = float(np.mean([r["hit"] for r in records if r["splice"] == "filled" and r["layer"] == -1]))
+            found = Found(base, kept >= LOSSLESS, critical_layers(records))
+            if base == 1 or found.carrying or not found.keeps:
+                return found
+            base //= 2
 
-    def _splits(self, layers: list[dict]) -> list[int]:
-        """Those to be measured: the highest layer that carries recall and the next ones, or the lowest ones that were looked at."""
-        carrying = [row["layer"] for row in layers if row["carries"]]
-        first = carrying[-1] if carrying else layers[0]["layer"]
-        return [s for s in range(first, first + N_SPLITS) if 1 <= s <= self.model.n_layer - 2]
+    def _splits(self, found: Found) -> list[int]:
+        """Those to be measured: the highest layer that carries recall and the next ones; the lowest ones where nothing is
+        forgotten; where a fill forgets and no single layer tells why, some up to the last.
+
+        Raises RidgefillError where no split above the layer that carries recall leaves a layer to be filled.
+        """
+        last = self.model.n_layer - 2  # the highest split with a layer above it
+        if not found.carrying and not found.keeps:
+            return sorted({int(s) for s in np.linspace(found.base + 1, last, N_SPLITS).round()})
+        first = found.carrying[-1] if found.carrying else found.base
+        if first > last:
+            raise RidgefillError(
+                f"recall: expected the keys that carry it below layer {last + 1}, the last, found them there: no fill keeps recall"
+            )
+        return list(range(first, min(first + N_SPLITS, last + 1)))
 
     def _recall(self, engine: Engine, recipes: Sequence[tuple[int, str]], items: Sequence, kind: str) -> dict[str, np.ndarray]:
         """Hits by arm."""
@@ -266,23 +295,19 @@ class Tuner:
         records = self._each(f"facts of {kind}", items, journal, lambda i: [facts.ask(engine, a, i) for a in arms])
         return {name: np.array([r["hit"] for r in rows]) for name, rows in report.by_arm(records, "seed").items()}
 
-    def _loss(self, engine: Engine, recipes: Sequence[tuple[int, str]], windows: Sequence) -> dict[str, dict]:
+    def _loss(self, engine: Engine, recipes: Sequence[tuple[int, str]], windows: Sequence, tail: int) -> dict[str, dict]:
         """Summary by arm."""
-        arms, tail = [Arm("exact"), Arm("cut"), *(Arm("fill", split, kind=k) for split, k in recipes)], self._window_tail
-        journal = self._journal("loss", arms=[a.name for a in arms], maps=[m.hash for m in engine.maps.values()], tail=tail)
+        arms = [Arm("exact"), Arm("cut"), *(Arm("fill", split, kind=k) for split, k in recipes)]
+        journal = self._journal(f"loss-t{tail}", arms=[a.name for a in arms], maps=[m.hash for m in engine.maps.values()])
         records = self._each("loss", windows, journal, lambda w: loss.score_window(engine, arms, w, tail))
         if not any(r["n_key"] for r in records):  # short windows may hold no token that needs more than the tail
             records = [r | {"n_key": None} for r in records]
         return report.summarise_loss(records)
 
-    @property
-    def _window_tail(self) -> int:
-        return min(self.config.window_tail, *self.config.tails)
-
     def _measure(self, splits: list[int], documents: Sequence[Document]) -> tuple[list[Candidate], Candidate, int, dict[str, int]]:
         """Candidates, the chosen one, the number of facts that exact recalls, and the facts of words with the chosen recipe."""
         c = self.config
-        cost = Cost(c.calibration.model)
+        cost = Cost(c.calibration.model, self.model.n_layer)
         recipes = [(s, k) for s in splits for k in c.kinds]
         maps = [lib.Maps(self.model, self._path("maps", s, k)) for s, k in recipes]
         n_ctx = max(c.probe_rows + facts.N_ANSWER, c.window_prefix + c.window_scored) + 16
@@ -307,9 +332,11 @@ class Tuner:
         """Loss of the recipes that keep recall; where none does, of the one that comes closest."""
         best = max(c.recall for c in found)
         kept = [c for c in found if c.recall >= min(self.config.min_recall, best)]
-        summary = self._loss(engine, list(dict.fromkeys((c.split, c.kind) for c in kept)), windows)
+        recipes = list(dict.fromkeys((c.split, c.kind) for c in kept))
+        tails = {c.tail: min(c.tail, self.config.window_tail) for c in kept}
+        summaries = {tail: self._loss(engine, recipes, windows, tail) for tail in sorted(set(tails.values()))}
         for c in kept:
-            s = summary[Arm("fill", c.split, kind=c.kind).name]
+            s = summaries[tails[c.tail]][Arm("fill", c.split, kind=c.kind).name]
             c.loss, c.key_loss = s["over_exact"]["value"], (s["key_over_exact"] or {}).get("value")
 
     def keeps(self, c: Candidate) -> bool:
@@ -323,14 +350,18 @@ class Tuner:
         return min((c for c in found if c.loss is not None), key=lambda c: c.loss)
 
     def _write(self, chosen: Candidate, documents: Sequence[Document]) -> None:
-        """The sidecar of the chosen recipe, solved from the sums, with scores on the held-out documents and a self-test."""
-        c = self.config.calibration
-        wanted = replace(c, splits=[chosen.split], kinds=[chosen.kind], tail=chosen.tail).wanted()
+        """The sidecar of the chosen recipe, solved from the sums, with scores on the held-out documents and a self-test. It
+        comes to its place when it is complete, so that a run that is stopped before goes on.
+        """
+        c, made = self.config.calibration, self.work / "chosen.gguf"
+        wanted = replace(c, splits=[chosen.split], kinds=[chosen.kind], tail=chosen.tail, out=str(made), force=True).wanted()
         with sums_file.Reader(self.work / "maps.sums.npz") as reader:
             fit.solve(wanted, reader.header, reader.sums(), self._reporter("write"))
         pieces = score.document_pieces(self.model, documents, self._sink, SCORE_TOKENS)
         with lib.Model(c.served) if c.served else nullcontext(self.model) as served, threadpool_limits(c.threads):
-            score.judge(self.model, self.out, pieces, documents, c.threads, served, self._reporter("write"))
+            score.judge(self.model, made, pieces, documents, c.threads, served, self._reporter("write"))
+        sidecar.check_writable(self.out, c.force)
+        os.replace(made, self.out)
 
     def _reporter(self, name: str) -> Report:
         """A Report whose stages bear this name too."""
@@ -338,16 +369,15 @@ class Tuner:
 
     def run(self) -> Tuned:
         """Everything. Raises RidgefillError where it cannot be done; what was measured until then is kept."""
-        layers = self._find_critical()
-        carrying = [row["layer"] for row in layers if row["carries"]]
-        splits = self._splits(layers)
+        looked = self._look()
+        splits, carrying = self._splits(looked), looked.carrying
         self.say(f"keys that carry recall: {'layer ' + ', '.join(map(str, carrying)) if carrying else 'of no single layer'}")
         documents = self._calibrate("maps", splits, self.config.kinds, self.config.calibration.n_tokens)
         found, chosen, n_exact, words = self._measure(splits, documents)
         mark_pareto(found)
         self._write(chosen, documents)
         critical = carrying[-1] if carrying else -1
-        return Tuned(str(self.out), critical, layers, found, chosen, n_exact, words, self.keeps(chosen))
+        return Tuned(str(self.out), looked.base, critical, looked.layers, found, chosen, n_exact, words, self.keeps(chosen))
 
 
 def mark_pareto(found: Sequence[Candidate]) -> None:

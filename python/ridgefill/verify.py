@@ -44,6 +44,12 @@ class Field:
         return self.expected == self.found
 
 
+def short(value: object) -> str:
+    """A value of a field for people: hashes cut short."""
+    text = str(value)
+    return text[:12] + "…" if len(text) == 64 else text
+
+
 def fields(keys: dict, fingerprint: dict) -> list[Field]:
     """A sidecar's keys beside lib.Model.fingerprint(split) of a model, those that are refused first."""
 
@@ -137,6 +143,21 @@ class SelfTest:
     @property
     def passed(self) -> bool:
         return self.difference <= self.tolerance
+
+    def sentence(self) -> str:
+        """What came of it."""
+        return (
+            f"self-test: {self.n_rows} rows behind {self.n_filled} filled ones: logits differ by {self.difference:.3f} (root mean "
+            f"square; at most {self.tolerance:g} expected), the likeliest token is the same in {self.same_first}: "
+            f"{'passed' if self.passed else 'failed'}"
+        )
+
+    def failure(self) -> str:
+        """Why it did not pass, in a sentence."""
+        why = "the model or the library fills otherwise than those that it was made with"
+        if not self.same_file_type:
+            why += "; where weights were rounded anew, and coarsely, that is to be expected"
+        return f"the self-test failed: logits differ by {self.difference:.3f}, expected at most {self.tolerance:g}: {why}"
 
 
 def selftest(model: Model, path: str | os.PathLike, keys: dict, n_threads: int = 2) -> SelfTest | None:

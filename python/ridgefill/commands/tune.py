@@ -56,9 +56,8 @@ def tune(
         say = (lambda line: None) if json_output else lambda line: stderr.print(line, soft_wrap=True, highlight=False)
         with progress(json_output) as report, t.Tuner(config, say, report) as run:
             tuned = run.run()
-    found = asdict(tuned) | {"explanation": tuned.sentences()}
-    with open(f"{out}.json", "w") as f:
-        json.dump(found, f, indent=1)
+            found = asdict(tuned) | {"explanation": tuned.sentences()}
+            run.summary.write_text(json.dumps(found, indent=1) + "\n")
     if json_output:
         print(json.dumps(found, indent=1))
         return

@@ -36,34 +36,18 @@ def verify(
             selftest = test and {**asdict(test), "passed": test.passed}
             print(json.dumps({"ok": not refusal and (not test or test.passed), "fields": rows, "refusal": refusal, "selftest": selftest}, indent=1))
         elif not refusal:
-            say(_selftest_line(test))
+            say(test.sentence() if test else "self-test: none in this file; ridgefill score adds one")
         if refusal:
             raise v.VerifyError(refusal)
         if test and not test.passed:
-            why = "the model or the library fills otherwise than those that it was made with"
-            if not test.same_file_type:
-                why += "; where weights were rounded anew, and coarsely, that is to be expected"
-            raise v.VerifyError(f"the self-test failed: logits differ by {test.difference:.3f}, expected at most {test.tolerance:g}: {why}")
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text[:12] + "…" if len(text) == 64 else text
+            raise v.VerifyError(test.failure())
 
 
 def _print_fields(fields: list) -> None:
+    from ..verify import short
+
     table = Table("", "expected", "found", "")
     for f in fields:
         verdict = "matches" if f.matches else "differs: refused" if f.refuses else "differs: warns"
-        table.add_row(f.name, _short(f.expected), "" if f.matches else _short(f.found), verdict)
+        table.add_row(f.name, short(f.expected), "" if f.matches else short(f.found), verdict)
     stdout.print(table)
-
-
-def _selftest_line(test) -> str:
-    if not test:
-        return "self-test: none in this file; ridgefill score adds one"
-    return (
-        f"self-test: {test.n_rows} rows behind {test.n_filled} filled ones: logits differ by {test.difference:.3f} (root mean "
-        f"square; at most {test.tolerance:g} expected), the likeliest token is the same in {test.same_first}: "
-        f"{'passed' if test.passed else 'failed'}"
-    )

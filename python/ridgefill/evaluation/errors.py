@@ -10,7 +10,7 @@ from ..errors import RidgefillError
 class EvaluationError(RidgefillError):
     """An evaluation that cannot be trusted: a value is missing or not finite, an item breaks its own rules."""
 
-    exit_code = 8
+    exit_code = 14
 
 
 def finite(values, what: str) -> np.ndarray:

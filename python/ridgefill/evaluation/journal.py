@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .errors import EvaluationError
@@ -45,6 +45,12 @@ class Journal:
             # a torn last line of a stopped run must not swallow this one
             f.write(("" if self._ends_with_newline() else "\n") + line + "\n")
         self.done[item] = list(records)
+
+    def of(self, item: str, run: Callable[[], Sequence[dict]]) -> list[dict]:
+        """Records of one item: those that were kept, else those of `run()`, which are kept now."""
+        if item not in self.done:
+            self.add(item, run())
+        return self.done[item]
 
     def _ends_with_newline(self) -> bool:
         with self.path.open("rb") as f:

@@ -81,14 +81,20 @@ def loss_ratio(records: Sequence[dict], worse: str, better: str) -> dict:
     return stats.ratio(a, b, f"loss of {worse} against {better}").as_dict()
 
 
+def compare_loss(records: Sequence[dict], a: str, b: str) -> dict:
+    """Loss of arm `a` over that of arm `b`, on all tokens and on key tokens, paired by document."""
+    arms = by_arm(records, "document")
+    more = stats.mean_difference(*([r["loss"] for r in arms[name]] for name in (a, b)), f"loss of {a} over {b}")
+    return {"a": a, "b": b, "loss": more.as_dict(), "key": key_over_exact(arms[a], arms[b])}
+
+
 #
 # facts
 #
 
 
 def summarise_facts(records: Sequence[dict]) -> dict:
-    """Per arm: hits with a Wilson interval and how many of them grew further digits; share of what exact gets; McNemar's
-    test against exact; rows.
+    """Per arm: hits with a Wilson interval; share of what exact gets; McNemar's test against exact; rows.
 
     Raises EvaluationError when exact was not measured.
     """
@@ -165,6 +171,31 @@ class Bounds:
     lost: float = 0.05
 
 
+KINDS_EQUAL, KEY_GAIN = 0.01, 1.0  # nats
+
+
+def kind_pairs(arms: Sequence[Arm]) -> list[tuple[Arm, Arm]]:
+    """Arms that differ in the kind of maps alone: kv beside input, and kv_prev beside kv."""
+    beside = {"kv": "input", "kv_prev": "kv"}
+    pairs = [(a, dataclasses.replace(a, kind=beside[a.kind])) for a in arms if a.kind in beside]
+    return [(a, b) for a, b in pairs if b in arms]
+
+
+def kinds_criteria(pairs: Sequence[dict], shallow: int) -> list[Criterion]:
+    """Of pairs of compare_loss: kv maps lose as much as input maps, kv_prev maps less than kv maps, and at the split `shallow`
+    less by KEY_GAIN on key tokens."""
+    out = []
+    for p in pairs:
+        name, b = f"loss of {p['a']} over {p['b']}", Arm.parse(p["b"])
+        if b.kind == "input":
+            out.append(Criterion(f"{name}, either way", abs(p["loss"]["value"]), "<=", KINDS_EQUAL))
+            continue
+        out.append(Criterion(f"{name}, upper end", p["loss"]["high"], "<=", 0.0))
+        if b.split == shallow and p["key"]:
+            out.append(Criterion(f"{name}, key tokens", p["key"]["value"], "<=", -KEY_GAIN))
+    return out
+
+
 def loss_criteria(records: Sequence[dict], deep: int, bounds: Bounds = Bounds()) -> list[Criterion]:
     """Maps at split `deep` cost little over exact, and identity several times as much."""
     fill, identity = Arm("fill", deep).name, Arm("identity", deep).name
@@ -217,6 +248,13 @@ def loss_table(summary: dict, title: str) -> Table:
             f"{s['top1']['value']:.3f}",
             f"{s['kl']['value']:.3f}",
         )
+    return table
+
+
+def pairs_table(pairs: Sequence[dict], title: str) -> Table:
+    table = Table("arm", "over", "loss, nats", "key tokens", title=title)
+    for p in pairs:
+        table.add_row(p["a"], p["b"], span(p["loss"], 4), span(p["key"], 2) if p["key"] else "-")
     return table
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from scipy import stats
@@ -46,6 +46,34 @@ def ratio(a: Sequence[float], b: Sequence[float], what: str = "ratio") -> Estima
     """mean(a) / mean(b), paired. Interval as mean(), documents drawn in pairs."""
     a, b = _paired(a, b, what)
     return _bootstrap((a, b), lambda x, y, axis=-1: np.mean(x, axis=axis) / np.mean(y, axis=axis), what)
+
+
+def pooled_difference(
+    a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], statistic: Callable[[np.ndarray], float], what: str = "difference"
+) -> Estimate:
+    """statistic(all values of a) - statistic(all values of b), where a[i] and b[i] hold the values of group i.
+
+    Percentile bootstrap over groups, drawn in pairs: values of one group are not independent. Raises EvaluationError for
+    fewer than two groups, an empty one, or a value that is not finite.
+    """
+    if len(a) != len(b) or len(a) < 2 or not all(map(len, (*a, *b))):
+        raise EvaluationError(f"{what}: expected two lists of as many groups, 2 or more, none empty, found {len(a)} and {len(b)}")
+    a, b = ([finite(group, what) for group in side] for side in (a, b))
+
+    def difference(groups: np.ndarray) -> float:
+        return float(statistic(np.concatenate([a[i] for i in groups])) - statistic(np.concatenate([b[i] for i in groups])))
+
+    groups = np.arange(len(a))
+    found = stats.bootstrap(
+        (groups,),
+        difference,
+        vectorized=False,
+        n_resamples=N_RESAMPLES,
+        confidence_level=LEVEL,
+        method="percentile",
+        rng=np.random.default_rng(SEED),
+    ).confidence_interval
+    return Estimate(difference(groups), float(found.low), float(found.high), len(a))
 
 
 def _paired(a, b, what: str) -> tuple[np.ndarray, np.ndarray]:

@@ -1,0 +1,68 @@
+#!/usr/bin/env python3
+"""What one filled row costs in one upper layer, by kind of maps: sidecars of one model and split, in turn, in one process.
+
+    scripts/bench_kinds.py out/kinds.s15.input.gguf out/kinds.s15.kv.gguf --out results/bench-kinds.json
+
+A row costs the time of one ubatch of sweep 1 with these maps less the same without, over its filled rows and the layers
+from the split on. Exit status 0: maps of kind kv, where they are given with those of kind input, take at most half the time.
+"""
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from bench_prefill import N_UBATCH, ROOT, fill_times, requantised, text_tokens
+from machine import machine
+from ridgefill.errors import RidgefillError
+from ridgefill.lib import Maps, Model
+
+console = Console()
+
+
+def measure(path: Path, files: list[Path], threads: int) -> list[dict]:
+    """Per file: microseconds of a row and layer in each round of process CPU time, and their median."""
+    with Model(path) as model:
+        maps = [Maps(model, f) for f in files]
+        if len(found := {m.split for m in maps}) > 1:
+            raise RidgefillError(f"maps: expected files of one split, found {', '.join(map(str, sorted(found)))}")
+        times = fill_times(model, maps, text_tokens(model, N_UBATCH + 1), threads, "cpu")
+        about = [{"file": f.name, "split": m.split, "kind": m.kind} for f, m in zip(files, maps, strict=True)]
+        for m in maps:
+            m.close()
+    return [a | {"us": statistics.median(t) * 1e6, "rounds_us": [1e6 * x for x in t]} for a, t in zip(about, times, strict=True)]
+
+
+def show(results: list[dict]) -> None:
+    table = Table("kind", "split", "µs a row and layer [quartiles]", "of the first", title="Filling one row of one layer")
+    for r in results:
+        low, _, high = statistics.quantiles(r["rounds_us"], n=4)
+        table.add_row(r["kind"], str(r["split"]), f"{r['us']:.2f} [{low:.2f}, {high:.2f}]", f"{r['us'] / results[0]['us']:.2f}")
+    console.print(table)
+
+
+def main(
+    maps: Annotated[list[Path], typer.Argument(help="sidecars of one split")],
+    model: Annotated[Path | None, typer.Option(help="GGUF [default: SmolLM2 as Q8_0]")] = None,
+    threads: Annotated[int, typer.Option()] = 1,
+    out: Annotated[Path, typer.Option(help="JSON file")] = ROOT / "out" / "bench-kinds.json",
+) -> None:
+    path = model or requantised()
+    results = measure(path, maps, threads)
+    show(results)
+    out.write_text(json.dumps({"machine": machine(), "model": path.name, "threads": threads, "results": results}, indent=1) + "\n")
+    us = {r["kind"]: r["us"] for r in results}
+    raise typer.Exit({"input", "kv"} <= us.keys() and 2 * us["kv"] > us["input"])
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(main)
+    except RidgefillError as e:
+        sys.exit(f"bench_kinds: {e}")
