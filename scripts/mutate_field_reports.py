@@ -52,7 +52,7 @@ def mutant(tree: Path, mark: Mark):
 
 def notices(tree: Path, mark: Mark) -> bool:
     with mutant(tree, mark):
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/{mark.test}"]
+        command = [tree / ".venv" / "bin" / "python", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/{mark.test}"]
         p = subprocess.run(command, cwd=tree, capture_output=True, text=True)
     if p.returncode not in (0, 1):
         raise SystemExit(f"{mark.test}: pytest ended with status {p.returncode}:\n{p.stdout[-2000:]}{p.stderr[-2000:]}")
