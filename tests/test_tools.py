@@ -1,4 +1,4 @@
-"""--ridge-maps in llama-completion, llama-perplexity, llama-batched-bench and llama-bench.
+"""--ridge-maps in llama-completion, llama-cli, llama-perplexity, llama-batched-bench and llama-bench.
 
 Without our flags each tool prints what the unpatched one prints. With them the results are the library's own: the figures
 of a pico model with random maps change with every row that is filled.
@@ -19,12 +19,13 @@ import pytest
 
 import sidecar_files
 from ridgefill import lib
+from ridgefill.doctor import log
 from server_util import SPLIT, TAIL, maps, model  # noqa: F401  (fixtures)
 
 # rows: small batches, so that prompts of a few hundred rows are cut several times
 BATCH, UBATCH, SINK = 256, 64, 4
 FIXED = ["-b", BATCH, "-ub", UBATCH, "-t", 1]
-TOOLS = ("llama-completion", "llama-perplexity", "llama-batched-bench", "llama-bench")
+TOOLS = ("llama-completion", "llama-perplexity", "llama-batched-bench", "llama-bench", "llama-cli")
 
 
 def run(folder: Path, tool: str, *arguments, ok: bool = True, last: str = "") -> tuple[str, str]:
@@ -250,6 +251,49 @@ def test_completion_keeps_going_without_maps_that_are_refused(exact_text, patche
     assert "0 of" in lines[-1] and "sha256" in lines[-1]
 
 
+def test_completion_under_a_lora_runs_exactly(exact_text, patched_lib, model, maps, text_file, tmp_path):
+    lora = sidecar_files.write_lora(tmp_path / "lora.gguf", arch="llama", n_embd=256)  # adds nothing
+    text, lines = completion(patched_lib, model, text_file, "--ridge-maps", maps, "--ridge-tail", TAIL, "--lora", lora)
+    assert text == exact_text
+    assert "0 of" in lines[-1] and "a LoRA or control vector is active" in lines[-1]
+
+
+@pytest.mark.parametrize("flags, verdict, says, do", [
+    ([], "healthy", "rows were filled", None),
+    (["--ridge-mode", "plumb"], "problem", "0 of", "--ridge-mode"),
+    (["--ridge-min-prompt", 4000], "problem", "0 of", "--ridge-min-prompt"),
+    (None, "problem", "bytes are not those that were written", "Copy, download"),
+], ids=["fill", "plumb", "short", "damaged"])
+def test_doctor_understands_the_log(patched_lib, model, maps, damaged_maps, text_file, tmp_path, flags, verdict, says, do):
+    flags = ["--ridge-maps", damaged_maps] if flags is None else ["--ridge-maps", maps, "--ridge-tail", TAIL, *flags]
+    lines = completion(patched_lib, model, text_file, *flags)[1]
+    (tmp_path / "tool.log").write_text("\n".join(lines))
+    report = log.diagnose(tmp_path / "tool.log")
+    assert (report.verdict, says in report.diagnosis) == (verdict, True), report
+    assert do in "\n".join(report.do) if do else not report.do
+
+
+#
+# llama-cli
+#
+
+
+def cli(folder: Path, model: Path, text: Path, out: Path, *arguments) -> tuple[str, list[str]]:
+    """The answer to a text, and the lines about maps. It comes from the server that llama-cli runs inside itself."""
+    _, err = run(folder, "llama-cli", "-m", model, "-f", text, *FIXED, "-c", 4096, "-st", "--temp", 0, "-n", N_GENERATED,
+                 "--ignore-eos", "--no-warmup", "-lv", 3, "-o", out, *arguments)
+    return out.read_text(errors="surrogateescape"), ridge_lines(err)
+
+
+def test_cli_fills_its_prompt(patched_lib, model, maps, text_file, tmp_path):
+    ridge = ["--ridge-maps", maps, "--ridge-tail", TAIL, "--ridge-mode"]
+    exact, lines = cli(patched_lib, model, text_file, tmp_path / "exact.txt")
+    assert not lines
+    assert cli(patched_lib, model, text_file, tmp_path / "off.txt", *ridge, "off")[0] == exact
+    filled, lines = cli(patched_lib, model, text_file, tmp_path / "fill.txt", *ridge, "fill")
+    assert int(re.search(r"mode = fill, filled = (\d+)", lines[-1]).group(1)) > 500 and filled != exact
+
+
 #
 # llama-batched-bench
 #
@@ -357,11 +401,12 @@ def test_bench_marks_rows_that_ran_exactly(patched_lib, model, damaged_maps):
     out, err = bench(patched_lib, model, "-p", 256, "-n", 2, "--ridge-maps", damaged_maps)
     assert [r["ridge_mode"] for r in json.loads(out)] == ["off", "fill (exact)"] * 2
     lines = [line for line in err.splitlines() if "ridge" in line]
-    assert len(lines) == 1 and "every row runs exactly" in lines[0] and "sha256" in lines[0]
+    assert len(lines) == 1 and "every prompt runs exactly" in lines[0] and "sha256" in lines[0]
 
 
 def test_bench_help_names_the_flags(patched_lib):
     out, _ = run(patched_lib, "llama-bench", "--help")
+    assert "off,fill" in out
     for flag in ("--ridge-maps FILE", "--ridge-mode", "--ridge-tail N", "--ridge-rows", "--ridge-budget", "--ridge-seed"):
         assert flag in out
     assert "--ridge-min-prompt" not in out

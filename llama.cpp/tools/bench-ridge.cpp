@@ -26,14 +26,9 @@ static std::weak_ptr<bench_ridge_test::run> running;
 // flags
 //
 
-static const std::string MODE = "--ridge-mode";
-
 static std::vector<common_arg> bench_args() {
     std::vector<common_arg> res;
     common_ridge_add_args([&](common_arg arg) {
-        if (arg.args[0] == MODE) {
-            arg.help = "modes, separated by ','; each test runs once in each (default: off,fill with --ridge-maps, else off)";
-        }
         if (arg.in_example(LLAMA_EXAMPLE_BENCH)) {
             res.push_back(std::move(arg));
         }
@@ -53,7 +48,7 @@ bool bench_ridge_params::parse(const std::string & arg, int argc, char ** argv, 
 
         common_params params;
         params.ridge = flags;
-        if (arg != MODE) {
+        if (arg != "--ridge-mode") {
             known.handler_string(params, argv[i]);
         } else {
             for (const auto & name : string_split<std::string>(argv[i], ',')) {
@@ -111,7 +106,7 @@ bool bench_ridge_test::begin(const bench_ridge_test & row, llama_context * ctx) 
         static std::string said;
         const std::string & reason = current->ridge.reason();
         if (said != reason) {
-            fprintf(stderr, "llama-bench: ridge: every row runs exactly: %s\n", reason.c_str());
+            fprintf(stderr, "ridge: every prompt runs exactly: %s\n", reason.c_str());
             said = reason;
         }
     }

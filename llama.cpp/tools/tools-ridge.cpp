@@ -12,13 +12,12 @@ tools_ridge::tools_ridge(llama_context * ctx, const common_ridge_params & flags,
     params.mode = common_ridge_mode(flags);
 
     if (params.mode == LLAMA_RIDGE_MODE_OFF) {
-        why_exact = "the mode is off";
         return;
     }
     if (const char * unsupported = llama_ridge_unsupported(ctx)) {
         why_exact = unsupported;
         if (note) {
-            LOG_WRN("ridge: every row runs exactly: %s\n", unsupported);
+            LOG_WRN("ridge: every prompt runs exactly: %s\n", unsupported);
         }
         return;
     }
@@ -40,9 +39,9 @@ tools_ridge tools_ridge::for_perplexity(llama_context * ctx, common_ridge_params
 
 tools_ridge::~tools_ridge() {
     if (!flags.maps.empty() && note) {
-        LOG_INF("ridge: mode %s: %lld of %lld rows filled%s%s%s\n", llama_ridge_mode_name(params.mode),
-                (long long) n_filled, (long long) n_rows, note,
-                why_exact.empty() ? "" : "; some ran exactly: ", why_exact.c_str());
+        const std::string exactly = why_exact.empty() ? "" : "; some ran exactly: " + why_exact;
+        LOG_INF("ridge: mode %s: %lld of %lld rows filled%s\n", llama_ridge_mode_name(params.mode),
+                (long long) n_filled, (long long) n_rows, (note + exactly).c_str());
         common_log_flush(common_log_main()); // tools may end before their log is written
     }
     llama_ridge_maps_free(maps);
