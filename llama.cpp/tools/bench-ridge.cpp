@@ -30,6 +30,7 @@ static std::vector<common_arg> bench_args() {
     std::vector<common_arg> res;
     common_ridge_add_args([&](common_arg arg) {
         if (arg.in_example(LLAMA_EXAMPLE_BENCH)) {
+            arg.env = nullptr; // llama-bench reads none
             res.push_back(std::move(arg));
         }
     });
