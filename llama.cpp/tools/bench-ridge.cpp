@@ -30,7 +30,7 @@ static std::vector<common_arg> bench_args() {
     std::vector<common_arg> res;
     common_ridge_add_args([&](common_arg arg) {
         if (arg.in_example(LLAMA_EXAMPLE_BENCH)) {
-            arg.env = nullptr; // llama-bench reads none
+            arg.help.erase(arg.help.find("\n(env: ")); // llama-bench reads none, and every flag has one
             res.push_back(std::move(arg));
         }
     });
