@@ -602,7 +602,9 @@ def test_rows_in_front_of_the_tail_are_a_longer_tail(engine, window):
     named = loss.read(engine, Arm.parse("identity-S2+tail=0.1"), window, 64)
     longer = loss.read(engine, Arm("identity", 2), window, 64 + 13)
     assert named.filled.filled.tolist() == longer.filled.filled.tolist() and named.filled.cost == longer.filled.cost
-    assert np.abs(named.logits - longer.logits).max() < 1e-3
+    without = loss.read(engine, Arm("identity", 2), window, 64)
+    # other rows run together, so not the same bits
+    assert np.abs(named.logits - longer.logits).max() < 0.02 < 0.2 < np.abs(without.logits - longer.logits).max()
 
 
 def test_an_arm_without_its_maps_is_refused(engine, window):

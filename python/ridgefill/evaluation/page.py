@@ -46,10 +46,14 @@ RECALL_PAIRS = (
 
 
 def written(value, form: str) -> str:
-    """A value as a table shows it: an interval with its ends, a dash for what was not measured."""
+    """A value as a table shows it: an interval with its ends, a dash for what was not measured. Where every item has the same value
+    a bootstrap knows no interval, and none is shown.
+    """
     if value is None:
         return "–"
     if isinstance(value, dict):
+        if value["low"] == value["high"]:
+            return f"{value['value']:{form}}"
         value, low, high = (f"{value[k]:{form}}" for k in ("value", "low", "high"))
         return f"{value} [{low}, {high}]"
     return f"{value:{form}}"

@@ -45,7 +45,7 @@ def svg(figure: Figure) -> str:
 def _bars(ax: Axes, x: float, e: dict, arm: Arm) -> None:
     reach = [[max(0.0, e["value"] - e["low"])], [max(0.0, e["high"] - e["value"])]]
     ax.errorbar(x, e["value"], yerr=reach, fmt=MARKERS[arm.rows], color=COLOURS[family(arm)], ms=6, lw=1, capsize=2, alpha=0.9)
-    if arm.split:
+    if arm.split and arm.rows == "none":
         ax.annotate(f"S{arm.split}", (x, e["value"]), xytext=(5, 4), textcoords="offset points", fontsize=7, color="#444444")
 
 

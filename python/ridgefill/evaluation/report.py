@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
-from rich.table import Table
+from rich.table import Column, Table
 
 from . import stats
 from .arms import Arm
@@ -299,7 +299,7 @@ def span(e: dict, digits: int = 3, sign: str = "+") -> str:
 
 
 def loss_table(summary: dict, title: str) -> Table:
-    table = Table("arm", "loss", "over exact, nats", "key tokens, over exact", "top-1", "KL", title=title)
+    table = Table(Column("arm", no_wrap=True), "loss", "over exact, nats", "key tokens, over exact", "top-1", "KL", title=title)
     for name, s in summary.items():
         if name == "exact":
             table.add_row(name, f"{s['loss']['value']:.3f}")
@@ -317,7 +317,7 @@ def loss_table(summary: dict, title: str) -> Table:
 
 
 def pairs_table(pairs: Sequence[dict], title: str) -> Table:
-    table = Table("arm", "over", "loss, nats", "key tokens", title=title)
+    table = Table(Column("arm", no_wrap=True), Column("over", no_wrap=True), "loss, nats", "key tokens", title=title)
     for p in pairs:
         table.add_row(p["a"], p["b"], span(p["loss"], 4), span(p["key"], 2) if p["key"] else "-")
     return table
@@ -325,7 +325,7 @@ def pairs_table(pairs: Sequence[dict], title: str) -> Table:
 
 def facts_table(summary: dict, title: str) -> Table:
     table = Table(
-        "arm",
+        Column("arm", no_wrap=True),
         "recalled",
         "share [95 %]",
         "of exact",

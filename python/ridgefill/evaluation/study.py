@@ -55,6 +55,12 @@ class Settings:
         for name in ("documents", "prefix", "tail", "scored", "items", "rows", "item_tail"):
             if getattr(self, name) < 1:
                 raise EvaluationError(f"{name}: expected a number of 1 or more, found {getattr(self, name)}")
+        for name in ("loss_margin", "share_margin"):
+            if not getattr(self, name) > 0:
+                raise EvaluationError(f"{name}: expected a number above 0, found {getattr(self, name):g}")
+        for name in ("loss_arms", "item_arms"):
+            if "exact" not in getattr(self, name):
+                raise EvaluationError(f"{name}: expected the arm exact, which the others are compared with, found {', '.join(getattr(self, name))}")
         for whole, tail in (("prefix", "tail"), ("rows", "item_tail")):
             if getattr(self, whole) <= getattr(self, tail) + N_SINK:
                 raise EvaluationError(
