@@ -175,7 +175,7 @@ def test_controls_stand_beside_what_they_control():
 # a run
 #
 
-ARMS = ("exact", "noise", "cut", "nofill-S2", "identity-S4", "identity-S4+random=0.1", "identity-S4+tail=0.1")
+ARMS = ("exact", "noise", "identity-S4", "identity-S4+random=0.1", "identity-S4+tail=0.1")
 SMALL = study.Settings(
     documents=2, prefix=160, tail=48, scored=24, decode=6, items=2, rows=700, item_tail=220, seed=5, loss_arms=ARMS, item_arms=ARMS
 )
@@ -236,6 +236,13 @@ def test_a_study_refuses_before_anything_runs(engine):
     for sets, s, message in refusals:
         with pytest.raises(EvaluationError, match=message):
             study.Study(engine.model, [], DOCS, sets, s, n_threads=1)
+    maps = [SimpleNamespace(split=2, kind=kind, n_sink=n) for kind, n in (("kv", 4), ("input", 8))]
+    with pytest.raises(EvaluationError, match="same number of sink rows in all, found 4, 8"):
+        study.Study(engine.model, maps, DOCS, ["loss"], SMALL, n_threads=1)
+    with pytest.raises(EvaluationError, match="expected names that differ, found doc-0 more than once"):
+        study.Study(engine.model, [], [DOCS[0], DOCS[0]], ["loss"], SMALL, n_threads=1)
+    with pytest.raises(EvaluationError, match="expected at most 8192 rows, which the model was trained for, found 9128"):
+        study.Study(engine.model, [], DOCS, ["single"], dataclasses.replace(SMALL, rows=9000), n_threads=1)
     with pytest.raises(EvaluationError, match="tail: expected fewer than 156 rows, so that some can be filled, found 156"):
         dataclasses.replace(SMALL, tail=156)
     with pytest.raises(EvaluationError, match="items: expected a number of 1 or more, found 0"):
@@ -301,6 +308,8 @@ def test_the_numbers_of_the_page_are_those_of_the_json(finished):
             assert float(w.replace(",", "")) == pytest.approx(e, abs=0.51 * 10 ** -len(w.partition(".")[2].partition("e")[0]), rel=0.06), where
     shown = {tuple(c.split("/")[:3]) for c in cells.cells}
     assert shown >= {(what, "summary", arm) for what in ("loss", "single", "frequent") for arm in ARMS}
+    for what in ("single", "frequent"):
+        assert tasks.TASKS[what].about in (path / "report.html").read_text()
     assert n_intervals > 10 and "loss/summary/identity-S4/over_exact" in cells.cells
 
 
@@ -335,7 +344,7 @@ def test_csv_holds_a_record_for_each_item_and_arm(finished):
 
 def test_a_folder_is_named_after_its_settings_and_never_written_twice(finished, tmp_path):
     path, result = finished
-    about = {k: result[k] for k in ("model", "maps", "text", "sets", "settings")}
+    about = {k: result[k] for k in ("model", "maps", "sources", "text", "sets", "settings")}
     assert folder_name(about) == path.name and "-P160T48x2-N700T220x2-seed5-" in path.name
     before = {p.name: p.stat().st_mtime_ns for p in path.iterdir()}
     with pytest.raises(OutputExists, match="holds the finished result of these settings"):

@@ -122,6 +122,7 @@ class Engine:
             raise EvaluationError(f"maps: expected one of each split and kind, found {', '.join(map(self._label, maps))}")
         self._options = {"n_ctx": n_ctx, "n_threads": n_threads}
         self._noise: lib.Context | None = None
+        self._fills: dict[tuple[int, str], float] = {}  # multiply-adds of a filled row, by split and kind
         self.ctx = self._main = lib.Context(model, **self._options)
 
     def close(self) -> None:
@@ -204,9 +205,11 @@ class Engine:
         if arm.mode == "nofill":
             return self._cost.partly(kept, arm.split, 0.0, hidden=True)
         maps = self._maps(arm) if arm.mode == "fill" else None
-        kind = maps.kind if maps else "identity"
-        rank = sidecar.inspect(maps.path)["keys"]["ridge.rank"] if kind == "input_lr" else 0
-        return self._cost.partly(kept, arm.split, self._cost.fill(arm.split, kind, rank))
+        key = arm.split, maps.kind if maps else "identity"
+        if key not in self._fills:
+            rank = sidecar.inspect(maps.path)["keys"]["ridge.rank"] if key[1] == "input_lr" else 0
+            self._fills[key] = self._cost.fill(*key, rank)
+        return self._cost.partly(kept, arm.split, self._fills[key])
 
     def _equal(self, arm: Arm, n: int, n_tail: int) -> int:
         """Least number of rows by which the tail of a nofill is longer that costs no less than the fill it is compared with."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jinja2
 
-from . import plots
+from . import plots, study
 
 TEMPLATE = Path(__file__).with_name("page.html.j2")
 NOT_IN_CSV = ("kl_counts",)
@@ -97,7 +97,7 @@ def render(result: dict) -> str:
         tables = [Table((what, "summary"), LOSS if is_loss else RECALL, summary, named=True)]
         if found["pairs"]:
             tables.append(Table((what, "pairs"), LOSS_PAIRS if is_loss else RECALL_PAIRS, found["pairs"], named=False))
-        sections.append({"name": what, "tables": tables, "figures": [(plots.svg(f), f.axes[0].get_title()) for f in figures if f]})
+        sections.append({"name": what, "about": study.about(what), "tables": tables, "figures": [(plots.svg(f), f.axes[0].get_title()) for f in figures if f]})
     env = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return env.from_string(TEMPLATE.read_text()).render(result=result, sections=sections)
 

@@ -19,9 +19,9 @@ from .arms import Arm, Engine
 from .errors import EvaluationError
 from .journal import Journal
 
-FACTS = ("digits", "words")
+FACTS = {"digits": "a number in a sentence, judged whole", "words": "a password in a sentence, judged whole"}
 SETS = ("loss", *FACTS, *tasks.TASKS)
-N_SINK = 4
+N_SINK = 4  # where no maps say so
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,12 +74,25 @@ class Settings:
         """Cells that the longest item of these sets needs."""
         after = max(facts.N_ANSWER, max(tasks.N_ANSWER.values()))
         needs = [self.prefix + max(self.scored, self.decode) if what == "loss" else self.rows + after for what in sets]
-        return max(needs) + 16
+        return max(needs)
+
+
+def about(what: str) -> str:
+    """What a set is, in a line."""
+    return "tokens of real text behind a prompt" if what == "loss" else FACTS.get(what) or tasks.TASKS[what].about
 
 
 def check_sets(sets: Sequence[str]) -> None:
     if unknown := sorted(set(sets) - set(SETS)):
         raise EvaluationError(f"sets: expected some of {', '.join(SETS)}, found {', '.join(unknown)}")
+
+
+def common_sink(maps: Sequence[lib.Maps]) -> int:
+    """Rows at the start that all arms leave exact. Raises EvaluationError where maps do not agree on them."""
+    found = {m.n_sink for m in maps} or {N_SINK}
+    if len(found) > 1:
+        raise EvaluationError(f"maps: expected the same number of sink rows in all, found {', '.join(map(str, sorted(found)))}")
+    return found.pop()
 
 
 def default_arms(maps: Sequence[lib.Maps], share: float) -> list[Arm]:
@@ -106,7 +119,13 @@ class Study:
     def __init__(self, model: lib.Model, maps: Sequence[lib.Maps], docs: Sequence[Document], sets: Sequence[str], s: Settings, n_threads: int = 2):
         check_sets(sets)
         self.sets, self.settings = list(dict.fromkeys(sets)), s
-        self.engine = Engine(model, maps, s.n_ctx(sets), n_threads=n_threads, n_sink=N_SINK)
+        self._n_sink = common_sink(maps)
+        n_ctx = s.n_ctx(sets)
+        if n_ctx > model.n_ctx_train:
+            raise EvaluationError(
+                f"lengths: expected at most {model.n_ctx_train} rows, which the model was trained for, found {n_ctx} with what is decoded"
+            )
+        self.engine = Engine(model, maps, n_ctx, n_threads=n_threads, n_sink=self._n_sink)
         try:
             self.engine.require([a for what in sets for a in s.arms(what)])
             around = [d for d in docs if not s.sources or d.source.split()[0] in s.sources]
@@ -127,9 +146,10 @@ class Study:
                 "file_type": model.meta("general.file_type"),
             },
             "maps": [{"split": m.split, "kind": m.kind, "file": Path(m.path).name, "hash": m.hash} for m in maps],
+            "sources": sorted({d.source for d in docs}),
             "text": hashlib.sha256("".join(d.text for d in docs).encode()).hexdigest(),
             "sets": self.sets,
-            "settings": dataclasses.asdict(s) | {"n_sink": N_SINK, "n_answer": facts.N_ANSWER},
+            "settings": dataclasses.asdict(s) | {"n_sink": self._n_sink, "n_answer": facts.N_ANSWER},
         }
 
     def __enter__(self) -> Study:
@@ -141,10 +161,13 @@ class Study:
     def _make(self, what: str, docs: Sequence[Document], around: Sequence[Document], text: tasks.Text | None) -> list:
         s, model = self.settings, self.engine.model
         if what == "loss":
-            return texts.windows(model, texts.spread(docs, s.documents), s.prefix, s.scored, s.seed)
+            chosen = texts.spread(docs, s.documents)
+            if twice := sorted({d.name for d in chosen if [c.name for c in chosen].count(d.name) > 1}):
+                raise EvaluationError(f"documents: expected names that differ, found {twice[0]} more than once")
+            return texts.windows(model, chosen, s.prefix, s.scored, s.seed)
         if what in FACTS:
-            return facts.make_items(model, around, what, s.items, s.seed, s.rows, s.item_tail, N_SINK)
-        return tasks.make_items(model, text, what, s.items, s.seed, s.rows, s.item_tail, N_SINK, s.chat)
+            return facts.make_items(model, around, what, s.items, s.seed, s.rows, s.item_tail, self._n_sink)
+        return tasks.make_items(model, text, what, s.items, s.seed, s.rows, s.item_tail, self._n_sink, s.chat)
 
     def run(self, journal: Journal, progress: Report = no_report) -> dict:
         """{set: {"items": records, "summary": by arm, "pairs": comparisons}}, with verdicts and adjusted p-values.

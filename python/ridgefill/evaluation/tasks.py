@@ -1,14 +1,5 @@
 """Retrieval tasks in the style of RULER (Hsieh et al. 2024, arXiv 2404.06654), made here from natural text given by path.
 
-    single       one number of one person
-    passwords    the same with three words in place of a number, which RULER has not
-    multikey     numbers of four persons, one is asked for
-    multivalue   four numbers of one person, all are asked for
-    multiquery   numbers of four persons, all are asked for
-    variables    a chain of five variables that hold the same number; which ones?
-    common       a list of words; which ten occur most often?
-    frequent     a text of invented words whose counts follow a zeta law; which three occur most often?
-
 Needles, hops, numbers of answers and the tokens of an answer are those that the paper gives; wording, names and filler are
 our own, and so are the counts of `common`, which grow with the prompt. The measure is the paper's: the share of the expected
 strings that occur in the answer, capitals or not. All that answers a question lies between the sink rows and the tail.
@@ -184,10 +175,24 @@ def _frequent(r: np.random.Generator, room: Room) -> Puzzle:
     return Puzzle((text,), question, tuple(coded[:N_FREQUENT]), N_ANSWER["frequent"])
 
 
-TASKS: dict[str, Callable[[np.random.Generator, Room], Puzzle]] = {
-    "single": _single, "passwords": _passwords, "multikey": _multikey, "multivalue": _multivalue, "multiquery": _multiquery,
-    "variables": _variables, "common": _common, "frequent": _frequent,
-}  # fmt: skip
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """How a puzzle is made, and what it is, in a line."""
+
+    puzzle: Callable[[np.random.Generator, Room], Puzzle]
+    about: str
+
+
+TASKS = {
+    "single": Task(_single, "one number of one person"),
+    "passwords": Task(_passwords, "three words of one person; not a task of RULER"),
+    "multikey": Task(_multikey, f"numbers of {N_NEEDLES} persons, one of them is asked for"),
+    "multivalue": Task(_multivalue, f"{N_NEEDLES} numbers of one person, all of them are asked for"),
+    "multiquery": Task(_multiquery, f"numbers of {N_NEEDLES} persons, all of them are asked for"),
+    "variables": Task(_variables, f"a chain of {N_CHAIN} variables that hold one number: which ones hold it?"),
+    "common": Task(_common, f"a list of words: which {N_COMMON} stand there most often?"),
+    "frequent": Task(_frequent, f"invented words whose counts follow a zeta law: which {N_FREQUENT} are the most frequent?"),
+}
 DEPTH_TASKS = ("single", "passwords", "multikey")  # one needle answers, at the depth of the item
 BLOCKS = ("common", "frequent")  # one statement fills all rows between sink and tail
 
@@ -255,7 +260,7 @@ def make_item(
     def count(s: str) -> int:
         return len(model.tokenize(s))
 
-    puzzle = TASKS[task](r, Room(latest, count, " ".join(filler.sentences), words))
+    puzzle = TASKS[task].puzzle(r, Room(latest, count, " ".join(filler.sentences), words))
     form = dataclasses.replace(form, question=puzzle.question)
     depths = [0.0] if task in BLOCKS else [depth, *r.random(len(puzzle.statements) - 1)]
     if puzzle.ordered:
