@@ -19,7 +19,7 @@ import pytest
 from ridgefill import lib
 from ridgefill.cost import Cost
 from ridgefill.errors import OutputExists
-from ridgefill.evaluation import Arm, Engine, EvaluationError, arms, loss, page, report, study, tasks, texts
+from ridgefill.evaluation import Arm, Engine, EvaluationError, arms, loss, page, plots, report, study, tasks, texts
 from ridgefill.evaluation.folder import Folder, folder_name
 from ridgefill.evaluation.journal import Journal
 from ridgefill.text import Document
@@ -325,6 +325,16 @@ def test_the_page_needs_nothing_else(finished):
         assert "<svg" in picture and not re.search(r"(?:href|src)=\"(?!#)", picture)
 
 
+def test_scores_of_the_maps_are_shown_by_layer(finished):
+    _, result = finished
+    scores = [{"layer": il, "r2_k": 0.9 - il / 100, "r2_v": 0.8, "attention": 0.99} for il in (3, 4, 5)]
+    maps = [{"split": 2, "kind": "kv", "file": "m.gguf", "hash": "h", "scores": scores}]
+    (line_k, line_v) = plots.layer_scores(maps).axes[0].lines
+    assert line_k.get_xydata().tolist() == [[3, 0.87], [4, 0.86], [5, 0.85]] and list(line_v.get_ydata()) == [0.8] * 3
+    assert page.render(result | {"maps": maps}).count("<img") == page.render(result).count("<img") + 1
+    assert plots.layer_scores([maps[0] | {"scores": []}]) is None
+
+
 def test_a_page_is_the_same_each_time_it_is_made(finished):
     path, result = finished
     assert page.render(result) == (path / "report.html").read_text()
@@ -367,8 +377,8 @@ def test_a_folder_is_named_after_its_settings_and_never_written_twice(finished, 
 #
 
 
-def evaluate(*args) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-c", "from ridgefill.cli import main; main()", "evaluate", *map(str, args)]
+def evaluate(*args, before: str = "") -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", f"{before}\nfrom ridgefill.cli import main; main()", "evaluate", *map(str, args)]
     env = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1] / "python")}
     return subprocess.run(command, capture_output=True, text=True, check=False, env=env)
 
@@ -424,3 +434,9 @@ def test_text_that_maps_may_have_seen_is_refused(command, tmp_path):
     seen = [a for a in command if a != "--unseen"]
     p = evaluate(*seen, "--out", tmp_path)
     assert p.returncode == 14 and "expected documents of partition evaluation" in p.stderr
+
+
+def test_missing_matplotlib_is_said_before_anything_runs(command, tmp_path):
+    p = evaluate(*command, "--out", tmp_path, before="import sys; sys.modules['matplotlib'] = None")
+    assert p.returncode == 14 and "matplotlib, which is missing: pip install matplotlib" in p.stderr
+    assert not list(tmp_path.iterdir())

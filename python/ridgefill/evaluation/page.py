@@ -97,9 +97,15 @@ def render(result: dict) -> str:
         tables = [Table((what, "summary"), LOSS if is_loss else RECALL, summary, named=True)]
         if found["pairs"]:
             tables.append(Table((what, "pairs"), LOSS_PAIRS if is_loss else RECALL_PAIRS, found["pairs"], named=False))
-        sections.append({"name": what, "about": study.about(what), "tables": tables, "figures": [(plots.svg(f), f.axes[0].get_title()) for f in figures if f]})
+        sections.append({"name": what, "about": study.about(what), "tables": tables, "figures": _pictures(figures)})
     env = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return env.from_string(TEMPLATE.read_text()).render(result=result, sections=sections)
+    maps = _pictures([plots.layer_scores(result["maps"])])
+    return env.from_string(TEMPLATE.read_text()).render(result=result, sections=sections, maps_figures=maps)
+
+
+def _pictures(figures: Sequence) -> list[tuple[str, str]]:
+    """Address and title of each figure that there is."""
+    return [(plots.svg(f), f.axes[0].get_title()) for f in figures if f]
 
 
 def write_csv(path: Path, records: Sequence[dict]) -> None:

@@ -124,3 +124,22 @@ def kl_histograms(items: Sequence[dict]) -> Figure:
     all_axes[0].set_title("KL(exact || arm) of the scored tokens")
     all_axes[-1].set_xlabel("nats, 4 bins to a factor of ten; smaller values count in the first bin")
     return figure
+
+
+def layer_scores(maps: Sequence[dict]) -> Figure | None:
+    """R^2 of K and V on held-out text by layer, as the files of maps record it; None where none was scored."""
+    scored = [m for m in maps if m["scores"]]
+    if not scored:
+        return None
+    figure = Figure(figsize=(7.5, 3.4))
+    ax = figure.add_subplot()
+    for m in scored:
+        for part, style in (("k", "-"), ("v", ":")):
+            values = [s[f"r2_{part}"] for s in m["scores"]]
+            label = f"S{m['split']} {m['kind']}: {part.upper()}"
+            ax.plot([s["layer"] for s in m["scores"]], values, style, marker=".", lw=1.2, color=COLOURS[m["kind"]], label=label)
+    ax.set(title="R² of the maps by layer", xlabel="layer", ylabel="R², held-out text")
+    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.grid(alpha=0.25)
+    ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=8, frameon=False)
+    return figure

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .. import lib
+from .. import lib, sidecar
 from ..fit import Report, no_report
 from ..model_file import file_sha256
 from ..text import Document
@@ -145,7 +145,13 @@ class Study:
                 "n_layer": model.n_layer,
                 "file_type": model.meta("general.file_type"),
             },
-            "maps": [{"split": m.split, "kind": m.kind, "file": Path(m.path).name, "hash": m.hash} for m in maps],
+            "maps": [
+                {
+                    "split": m.split, "kind": m.kind, "file": Path(m.path).name, "hash": m.hash,
+                    "scores": sidecar.measured_scores(sidecar.inspect(m.path)["keys"]),
+                }
+                for m in maps
+            ],
             "sources": sorted({d.source for d in docs}),
             "text": hashlib.sha256("".join(d.text for d in docs).encode()).hexdigest(),
             "sets": self.sets,
