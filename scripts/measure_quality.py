@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT / "python"))
 from machine import machine
 from ridgefill import __version__, lib
 from ridgefill.errors import RidgefillError
-from ridgefill.evaluation import Arm, facts, report, texts
+from ridgefill.evaluation import Arm, facts, prompts, report, texts
 from ridgefill.evaluation.journal import Journal
 from ridgefill.evaluation.study import Settings, Study
 from ridgefill.progress import progress
@@ -134,6 +134,7 @@ def main(
     reduced: Annotated[bool, typer.Option(help="a small measurement with the same criteria")] = False,
     documents: Annotated[int | None, typer.Option(help="documents of the loss")] = None,
     n_facts: Annotated[int | None, typer.Option("--facts", help="facts of each kind")] = None,
+    fact_rows: Annotated[int | None, typer.Option(help=f"most rows of a prompt with a fact, at most {prompts.SLACK} fewer")] = None,
     loss_arms: Annotated[str | None, typer.Option(help="arms of the loss")] = None,
     facts_arms: Annotated[str | None, typer.Option(help="arms of the facts")] = None,
     filler: Annotated[str | None, typer.Option(help="sources of the text around facts, e.g. handbook,reference,jargon")] = None,
@@ -146,6 +147,7 @@ def main(
     chosen = {
         "documents": documents,
         "items": n_facts,
+        "rows": fact_rows,
         "loss_arms": loss_arms,
         "item_arms": facts_arms,
         "sources": filler,
