@@ -16,15 +16,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from ridgefill import lib
+from ridgefill import cli, lib, native
 from ridgefill.cost import Cost
 from ridgefill.errors import OutputExists
 from ridgefill.evaluation import Arm, Engine, EvaluationError, arms, loss, page, plots, report, study, tasks, texts
 from ridgefill.evaluation.folder import Folder, folder_name
 from ridgefill.evaluation.journal import Journal
-from ridgefill.text import Document
 from test_evaluation import fact_records, loss_records
 from test_evaluation_tasks import natural
+from typer.testing import CliRunner
 
 N_SINK = 4
 SHAPE = {"n_layer": 6, "head": 32, "n_head": 2, "n_head_kv": 1}
@@ -377,37 +377,36 @@ def test_a_folder_is_named_after_its_settings_and_never_written_twice(finished, 
 #
 
 
-def evaluate(*args, before: str = "") -> subprocess.CompletedProcess:
-    command = [sys.executable, "-c", f"{before}\nfrom ridgefill.cli import main; main()", "evaluate", *map(str, args)]
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1] / "python")}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+def evaluate(*args):
+    """Exit code, output and errors of the command."""
+    r = CliRunner().invoke(cli.app, ["evaluate", *map(str, args)])
+    assert r.exception is None or isinstance(r.exception, SystemExit), r.exception
+    return r.exit_code, r.stdout, r.stderr
 
 
 @pytest.fixture(scope="module")
-def command(patched_lib, pico_model, tmp_path_factory):
+def command(engine, tmp_path_factory):
     """Arguments of a small run."""
-    os.environ["RIDGE_LIB_DIR"] = str(patched_lib)
     folder = tmp_path_factory.mktemp("text")
     for d in DOCS:
         (folder / f"{d.name}.txt").write_text(d.text)
-    yield [
-        pico_model("llama", **SHAPE), "--text", folder, "--unseen", "--sets", "loss,single", "--arms", "exact,noise,identity-S4", "--documents", 2,
+    return [
+        engine.model.path, "--text", folder, "--unseen", "--sets", "loss,single", "--arms", "exact,noise,identity-S4", "--documents", 2,
         "--prefix", 160, "--tail", 48, "--scored", 16, "--decode", 4, "--items", 2, "--rows", 700, "--item-tail", 220, "--threads", 1,
     ]  # fmt: skip
-    del os.environ["RIDGE_LIB_DIR"]
 
 
 def test_the_command_writes_a_folder_and_refuses_to_write_it_again(command, tmp_path):
-    p = evaluate(*command, "--out", tmp_path, "--json")
-    assert p.returncode == 0, p.stderr
-    found = json.loads(p.stdout)
+    code, out, err = evaluate(*command, "--out", tmp_path, "--json")
+    assert code == 0, err
+    found = json.loads(out)
     result = json.loads((Path(found["folder"]) / "result.json").read_text())
     assert found["loss"]["summary"] == result["loss"]["summary"] and set(found["single"]) == {"summary", "pairs"}
     assert Path(found["folder"]).parent == tmp_path
-    again = evaluate(*command, "--out", tmp_path)
-    assert again.returncode == 6 and "holds the finished result" in again.stderr
-    other = evaluate(*command, "--out", tmp_path, "--seed", 2)
-    assert other.returncode == 0 and "identity-S4" in other.stdout and len(list(tmp_path.iterdir())) == 2
+    code, _, err = evaluate(*command, "--out", tmp_path)
+    assert code == 6 and "holds the finished result" in err
+    code, out, _ = evaluate(*command, "--out", tmp_path, "--seed", 2)
+    assert code == 0 and "identity-S4" in out and len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.parametrize(
@@ -425,18 +424,22 @@ def test_the_command_writes_a_folder_and_refuses_to_write_it_again(command, tmp_
     ],
 )
 def test_user_errors_are_one_line(command, tmp_path, args, code, message):
-    p = evaluate(*command, "--out", tmp_path, *args)
-    assert p.returncode == code and message in p.stderr and "Traceback" not in p.stderr
+    found, _, err = evaluate(*command, "--out", tmp_path, *args)
+    assert found == code and message in err and err.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
 def test_text_that_maps_may_have_seen_is_refused(command, tmp_path):
     seen = [a for a in command if a != "--unseen"]
-    p = evaluate(*seen, "--out", tmp_path)
-    assert p.returncode == 14 and "expected documents of partition evaluation" in p.stderr
+    code, _, err = evaluate(*seen, "--out", tmp_path)
+    assert code == 14 and "expected documents of partition evaluation" in err
 
 
 def test_missing_matplotlib_is_said_before_anything_runs(command, tmp_path):
-    p = evaluate(*command, "--out", tmp_path, before="import sys; sys.modules['matplotlib'] = None")
+    """In a process of its own: the import fails there."""
+    program = "import sys; sys.modules['matplotlib'] = None; from ridgefill.cli import main; main()"
+    args = [sys.executable, "-c", program, "evaluate", *map(str, command), "--out", str(tmp_path)]
+    env = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1]), "RIDGE_LIB_DIR": str(native.loaded_dir())}
+    p = subprocess.run(args, capture_output=True, text=True, check=False, env=env)
     assert p.returncode == 14 and "matplotlib, which is missing: pip install matplotlib" in p.stderr
     assert not list(tmp_path.iterdir())

@@ -155,7 +155,7 @@ class Study:
             "sources": sorted({d.source for d in docs}),
             "text": hashlib.sha256("".join(d.text for d in docs).encode()).hexdigest(),
             "sets": self.sets,
-            "settings": dataclasses.asdict(s) | {"n_sink": self._n_sink, "n_answer": facts.N_ANSWER},
+            "settings": {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(s).items()} | {"n_sink": self._n_sink, "n_answer": facts.N_ANSWER},
         }
 
     def __enter__(self) -> Study:
