@@ -6,8 +6,8 @@
     scripts/measure_quality.py --sets digits --facts-arms exact,fill-S15,fill-S15+digits,fill-S15+random
 
 Sets: `loss` (tokens after a prefix of P rows, one window per document), `digits` and `words` (facts of a number or of words,
-in chat prompts). Arms are written MODE[-SPLIT[:KIND]][+ROWS]: exact, cut (context cut to the tail), nofill-S15, identity-S19,
-fill-S19, fill-S19:kv, fill-S15+digits, fill-S15+random (as many rows as digits selects). A run that was stopped goes on where it was.
+in chat prompts). Arms are written MODE[-SPLIT[:KIND]][+ROWS]: exact, cut (context cut to the tail), nofill-S15, identity-S20,
+fill-S20, fill-S20:kv, fill-S15+digits, fill-S15+random (as many rows as digits selects). A run that was stopped goes on where it was.
 
 Exit status: 0 when every criterion holds that the chosen sets and arms allow to check, 1 when one does not, 2 when the
 measurement itself failed.
@@ -36,11 +36,11 @@ from ridgefill.evaluation.study import Settings, Study
 from ridgefill.progress import progress
 
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
-MAPS = [ROOT / "models" / f"smollm2-135m-instruct.s{s}.q8_0.ridge.gguf" for s in (19, 15)]
-DEEP, SHALLOW = 19, 15  # splits above and below the layer that carries recall in this model
+MAPS = [ROOT / "models" / f"smollm2-135m-instruct.s{s}.q8_0.ridge.gguf" for s in (20, 15)]
+DEEP, SHALLOW = 20, 15  # splits above and below the layer that carries recall in this model
 SETS = "loss,digits,words"
-LOSS_ARMS = "exact,cut,fill-S19,identity-S19,fill-S15,identity-S15,nofill-S15"
-FACTS_ARMS = "exact,fill-S19,fill-S15,fill-S15+digits,fill-S15+random"
+LOSS_ARMS = "exact,cut,fill-S20,identity-S20,fill-S15,identity-S15,nofill-S15"
+FACTS_ARMS = "exact,fill-S20,fill-S15,fill-S15+digits,fill-S15+random"
 OUT, OUT_REDUCED = Path("results/quality-smollm2.json"), Path("out/quality-reduced.json")
 FILLER = ",".join(facts.FILLER_SOURCES)
 
@@ -55,8 +55,8 @@ REDUCED = {
     "items": 8,
     "rows": 512,
     "item_tail": 96,
-    "loss_arms": "exact,fill-S19,identity-S19",
-    "item_arms": "exact,fill-S19,fill-S15,fill-S15+digits",
+    "loss_arms": "exact,fill-S20,identity-S20",
+    "item_arms": "exact,fill-S20,fill-S15,fill-S15+digits",
 }
 
 # a few items cannot tell .95 from .85: these bounds tell a working fill from a broken one
