@@ -75,7 +75,7 @@ def test_records_say_what_was_filled(measured):
         if r["arm"] == "exact":
             assert r["n_filled"] == 0
         elif "+" not in r["arm"]:
-            assert r["n_fact_filled"] == end - first and r["n_filled"] == r["n_rows"] - 4 - measured["settings"]["fact_tail"]
+            assert r["n_fact_filled"] == end - first and r["n_filled"] == r["n_rows"] - 4 - measured["settings"]["item_tail"]
         else:
             assert r["n_chosen"] >= 7 and r["n_value_filled"] == 0
 
@@ -83,7 +83,7 @@ def test_records_say_what_was_filled(measured):
 @pytest.mark.parametrize(
     "args, message",
     [
-        (["--sets", "loss,poems"], "sets: expected some of loss, digits, words, found poems"),
+        (["--sets", "loss,poems"], "sets: expected some of loss, digits, words, single, "),
         (["--loss-arms", "exact,fill-S99"], "fill-S99: expected one file of maps that this names, found 0"),
         (["--loss-arms", "exact,fill"], "expected a split layer for the ridge modes"),
         (["--text", "/nonexistent"], "no such file or folder: /nonexistent"),
