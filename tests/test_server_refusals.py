@@ -184,7 +184,7 @@ def test_maps_as_the_model_are_named(maps):
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) and v[0].startswith("--") else "",
 )
-@pytest.mark.field_report(30, "common-ridge-args.cpp", "if (!ridge.maps.empty() && params.embedding) {", "if (false) {")
+@pytest.mark.field_report(30, "common-ridge-args.cpp", "refuse_with_maps(params);")
 def test_bad_flags_are_refused_by_name(model, arguments, names):
     message = start_failure(model, *arguments)
     assert all(name in message for name in names), message
