@@ -11,11 +11,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 import pico
 
 ROOT = Path(__file__).resolve().parents[1]
+
+hypothesis.settings.register_profile("any machine", deadline=None)  # a busy one is slow now and then
+hypothesis.settings.load_profile("any machine")
 
 
 def pytest_collection_modifyitems(items) -> None:

@@ -91,7 +91,7 @@ PREFIXES = [
 ]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(prefix=st.sampled_from(PREFIXES), data=st.data())
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda e: e.message[:40])
 def test_a_message_is_found_again_in_a_line(entry, prefix, data):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ridgefill import lib
 from ridgefill.evaluation import Arm, Engine, EvaluationError, facts, loss, prompts, report, stats, texts
@@ -56,7 +56,6 @@ def test_ratio_is_of_means_and_paired():
     assert stats.ratio([1, 3], [1, 1]).value == pytest.approx(2)
 
 
-@settings(deadline=None)  # a busy machine is slow now and then
 @given(st.integers(1, 200).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
 def test_wilson_equals_its_formula(case):
     k, n = case
@@ -67,7 +66,6 @@ def test_wilson_equals_its_formula(case):
     assert found.high == pytest.approx((centre + half) / (1 + z * z / n), abs=1e-9)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=40))
 def test_mcnemar_equals_the_binomial_sum(pairs):
     a, b = ([p[i] for p in pairs] for i in (0, 1))
@@ -79,7 +77,6 @@ def test_mcnemar_equals_the_binomial_sum(pairs):
     assert found.p == pytest.approx(min(1.0, 2 * tail))
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=40))
 def test_a_difference_of_shares_is_newcombes(pairs):
     """Against his formula for the lower end, written out for the four counts; the upper end mirrors it."""
@@ -136,7 +133,6 @@ def test_holm_by_hand():
         stats.holm([1.5, 0.2])
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=12), st.floats(0.001, 0.2))
 def test_holm_rejects_what_its_steps_reject(p, alpha):
     """The smallest p-values one after the other, as long as each is at most alpha over the number that are left."""
@@ -340,7 +336,6 @@ def test_words_are_matched_whole_and_in_order(answer, hit):
     assert fact.answered(answer) is hit
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(["digits", "words"]),
     st.integers(0, 20),

@@ -62,7 +62,7 @@ def text_of(name: str, tokens) -> str:
     return b"".join(TOKENIZERS[name][0].piece(t) for t in tokens).decode()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(list(TOKENIZERS)), st.sampled_from(list(tasks.TASKS)), st.integers(0, 10_000), st.integers(0, 300), st.booleans())
 def test_answers_lie_in_filled_rows_only_and_lengths_hold(name, task, seed, more, chat):
     _, n_rows, n_tail = TOKENIZERS[name]
