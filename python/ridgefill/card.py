@@ -219,7 +219,7 @@ def write(path: str | os.PathLike, force: bool = False, plots: str = "", same_is
     """Write NAME.md, and NAME.png if matplotlib is there, beside the file NAME.gguf; the picture into the folder `plots` if
     that is given. Returns the paths, None for a picture that could not be drawn.
 
-    With `same_is_fine` a card and a picture that exist already with the very bytes to be written are left alone.
+    With `same_is_fine` a card and a picture may exist already that hold the very bytes to be written.
 
     Raises OutputExists when one exists and may not be replaced, and then writes neither; PlotsMissing when a folder for plots
     was given in vain.

@@ -4,8 +4,8 @@ Exit codes: 0 done; 1 a value out of range, or a fault of ours; 2 wrong usage; 3
 missing, or a checkpoint cannot be used; 4 text that cannot be used; 5 activations that cannot be fitted; 6 a file
 exists already; 7 not a sidecar, or a damaged one; 8 sums of something else, unfinished, damaged or in use; 9 documents
 share text; 10 a file cannot be read or written (full disk, no permission); 11 maps that a model fails to verify; 12 the
-doctor found a problem; 13 the doctor cannot tell; 14 a
-measurement that cannot be trusted; 130 stopped.
+doctor found a problem; 13 the doctor cannot tell; 14 a measurement that cannot be trusted;
+130 stopped.
 """
 
 from __future__ import annotations
