@@ -111,14 +111,16 @@ def text_tokens(model: Model, n: int) -> list[int]:
     return tokens[:n]
 
 
-def fill_times(model: Model, maps: list[Maps], tokens: list[int], threads: int, clock: str) -> list[list[float]]:
-    """Seconds to fill one row in one upper layer, of each of `maps` (of one split) in FILL_PAIRS rounds.
+def fill_times(
+    model: Model, maps: list[Maps], tokens: list[int], threads: int, clock: str, rounds: int = FILL_PAIRS
+) -> list[list[float]]:
+    """Seconds to fill one row in one upper layer, of each of `maps` (of one split) in each round.
 
     tokens  one ubatch for sweep 1, one row for decode
     """
     times = []
     with Context(model, n_ctx=2 * N_UBATCH, n_batch=N_BATCH, n_ubatch=N_UBATCH, n_threads=threads) as ctx:
-        for i in range(FILL_PAIRS + 1):
+        for i in range(rounds + 1):
             timer, n_filled = Timer(clock), 0
             for j in range(-1, len(maps))[:: 1 if i % 2 == 0 else -1]:
                 ctx.clear()
