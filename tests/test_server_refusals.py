@@ -170,7 +170,7 @@ def test_maps_as_the_model_are_named(maps):
         (["--ridge-budget", "-1", "--ridge-rows", "digits"], ["--ridge-budget", "'-1'"]),
         (["--ridge-budget", "nan", "--ridge-rows", "digits"], ["--ridge-budget", "nan"]),
         (["--ridge-seed", "-3"], ["--ridge-seed", "'-3'"]),
-        (["--ridge-min-prompt", "0"], ["--ridge-min-prompt", "'0'"]),
+        (["--ridge-min-prompt", "-1"], ["--ridge-min-prompt", "'-1'", "0 or more"]),
         (["--ridge-mode", "fill"], ["--ridge-mode fill", "--ridge-maps"]),
         (["--ridge-rows", "random"], ["--ridge-rows random", "--ridge-budget"]),
         (["--ridge-budget", "0.1"], ["--ridge-budget", "--ridge-rows"]),
@@ -178,7 +178,7 @@ def test_maps_as_the_model_are_named(maps):
         (["--ridge-step-rows", "0"], ["--ridge-step-rows", "'0'"]),
         (["--ridge-seed", "3"], ["--ridge-seed", "--ridge-rows random"]),
         *((["--ridge-" + flag, value], ["--ridge-" + flag, "--ridge-maps"]) for flag, value in (
-            ("tail", "64"), ("min-prompt", "64"), ("step-rows", "64"), ("hazard", "allow"), ("rows", "digits"))),
+            ("tail", "64"), ("min-prompt", "64"), ("min-prompt", "0"), ("step-rows", "64"), ("hazard", "allow"), ("rows", "digits"))),
         (["--ridge-maps", "x.gguf", "--embeddings"], ["--ridge-maps", "--embeddings"]),
         (["--ridge-maps", "x.gguf", "--reranking"], ["--ridge-maps", "--reranking"]),
     ],
