@@ -43,7 +43,7 @@ from ridgefill.evaluation import EvaluationError, report, stats
 from ridgefill.evaluation.journal import Journal
 
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
-MAPS = ROOT / "models" / "smollm2-135m-instruct.s19.q8_0.ridge.gguf"
+MAPS = ROOT / "models" / "smollm2-135m-instruct.s20.q8_0.ridge.gguf"
 OUT, OUT_REDUCED = Path("results/bench-serve.json"), Path("out/bench-serve-reduced.json")
 ARMS = ("off", "fill")
 MIN_RATIO = 1.2  # of the newcomers' times to first token

@@ -6,8 +6,8 @@
     scripts/measure_quality.py --sets digits --facts-arms exact,fill-S15,fill-S15+digits,fill-S15+random
 
 Sets: `loss` (tokens after a prefix of P rows, one window per document), `digits` and `words` (facts of a number or of words,
-in chat prompts). Arms are written MODE[-SPLIT[:KIND]][+ROWS]: exact, cut (context cut to the tail), nofill-S15, identity-S19,
-fill-S19, fill-S19:kv, fill-S15+digits, fill-S15+random (as many rows as digits selects). A run that was stopped goes on where it was.
+in chat prompts). Arms are written MODE[-SPLIT[:KIND]][+ROWS]: exact, cut (context cut to the tail), nofill-S15, identity-S20,
+fill-S20, fill-S20:kv, fill-S15+digits, fill-S15+random (as many rows as digits selects). A run that was stopped goes on where it was.
 
 Exit status: 0 when every criterion holds that the chosen sets and arms allow to check, 1 when one does not, 2 when the
 measurement itself failed.
@@ -38,11 +38,11 @@ from ridgefill.evaluation.journal import Journal
 from ridgefill.model_file import file_sha256
 
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
-MAPS = [ROOT / "models" / f"smollm2-135m-instruct.s{s}.q8_0.ridge.gguf" for s in (19, 15)]
-DEEP, SHALLOW = 19, 15  # splits above and below the layer that carries recall in this model
+MAPS = [ROOT / "models" / f"smollm2-135m-instruct.s{s}.q8_0.ridge.gguf" for s in (20, 15)]
+DEEP, SHALLOW = 20, 15  # splits above and below the layer that carries recall in this model
 SETS = ("loss", "digits", "words")
-LOSS_ARMS = "exact,cut,fill-S19,identity-S19,fill-S15,identity-S15,nofill-S15"
-FACTS_ARMS = "exact,fill-S19,fill-S15,fill-S15+digits,fill-S15+random"
+LOSS_ARMS = "exact,cut,fill-S20,identity-S20,fill-S15,identity-S15,nofill-S15"
+FACTS_ARMS = "exact,fill-S20,fill-S15,fill-S15+digits,fill-S15+random"
 OUT, OUT_REDUCED = Path("results/quality-smollm2.json"), Path("out/quality-reduced.json")
 FILLER = ",".join(facts.FILLER_SOURCES)
 N_SINK = 4
@@ -87,8 +87,8 @@ REDUCED = {
     "facts": 8,
     "fact_rows": 512,
     "fact_tail": 96,
-    "loss_arms": "exact,fill-S19,identity-S19",
-    "facts_arms": "exact,fill-S19,fill-S15,fill-S15+digits",
+    "loss_arms": "exact,fill-S20,identity-S20",
+    "facts_arms": "exact,fill-S20,fill-S15,fill-S15+digits",
 }
 
 # a few items cannot tell .95 from .85: these bounds tell a working fill from a broken one
@@ -231,6 +231,7 @@ def main(
     reduced: Annotated[bool, typer.Option(help="a small measurement with the same criteria")] = False,
     documents: Annotated[int | None, typer.Option(help="documents of the loss")] = None,
     n_facts: Annotated[int | None, typer.Option("--facts", help="facts of each kind")] = None,
+    fact_rows: Annotated[int | None, typer.Option(help=f"most rows of a prompt with a fact, at most {facts.SLACK} fewer")] = None,
     loss_arms: Annotated[str | None, typer.Option(help="arms of the loss")] = None,
     facts_arms: Annotated[str | None, typer.Option(help="arms of the facts")] = None,
     filler: Annotated[str | None, typer.Option(help="sources of the text around facts, e.g. handbook,reference,jargon")] = None,
@@ -243,6 +244,7 @@ def main(
     chosen = {
         "documents": documents,
         "facts": n_facts,
+        "fact_rows": fact_rows,
         "loss_arms": loss_arms,
         "facts_arms": facts_arms,
         "filler": filler,

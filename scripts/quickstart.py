@@ -28,7 +28,7 @@ from machine import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
-MAPS = ROOT / "models" / "smollm2-135m-instruct.s19.q8_0.ridge.gguf"
+MAPS = ROOT / "models" / "smollm2-135m-instruct.s20.q8_0.ridge.gguf"
 
 MIN_RATIO = 1.15
 N_TOKENS = 6000

@@ -34,7 +34,7 @@ from machine import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
-MAPS = ROOT / "models" / "smollm2-135m-instruct.s19.q8_0.ridge.gguf"
+MAPS = ROOT / "models" / "smollm2-135m-instruct.s20.q8_0.ridge.gguf"
 N_SLOTS, CTX, TAIL, ANSWER = 3, 2048, 256, 8
 LENGTHS = (2 * TAIL, CTX - 200)  # of prompts, tokens
 MAX_GROWTH = 0.02

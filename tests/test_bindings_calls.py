@@ -312,8 +312,9 @@ def code_blocks() -> list[str]:
 
 
 def test_the_example_runs(model, maps, tmp_path, monkeypatch, capsys, texts):
-    """As it stands in docs/BINDINGS.md, with the files that it names."""
+    """As it stands in docs/BINDINGS.md and in README.md, with the files that it names."""
     example = code_blocks()[0]
+    assert f"```python\n{example}```" in (ROOT / "README.md").read_text()
     assert len(example.strip().splitlines()) <= 10
     monkeypatch.chdir(tmp_path)
     for name, source in (("model.gguf", model), ("model.ridge.gguf", maps)):

@@ -504,8 +504,8 @@ def test_seed_chooses_the_random_rows(model, maps, prompt):
 
 def test_real_model(patched_lib, smollm2, tmp_path):
     """The same on a model that people use, with the maps that we ship."""
-    shipped = sorted(smollm2.parent.glob("smollm2-135m-instruct.s19.*.ridge.gguf"))
-    with Server(smollm2, maps=shipped[0] if shipped else random_maps(smollm2, tmp_path, split=19)) as s:
+    shipped = sorted(smollm2.parent.glob("smollm2-135m-instruct.s20.*.ridge.gguf"))
+    with Server(smollm2, maps=shipped[0] if shipped else random_maps(smollm2, tmp_path, split=20)) as s:
         p = prompt_tokens(s, 300)
         fields = {"n_predict": 8, "n_probs": 3}
         off, plumb = (s.completion(p, mode, cache_prompt=False, **fields) for mode in ("off", "plumb"))

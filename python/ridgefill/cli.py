@@ -91,16 +91,16 @@ def calibrate(
         )  # fmt: skip
         quiet = json_output or c.of_torchrun()[0] > 0  # the first process speaks for all
         say = (lambda line: None) if quiet else lambda line: stderr.print(line, soft_wrap=True, highlight=False)
-        card_force = force or (bool(sums) and os.path.exists(sums))  # as for the sidecar, which a run may go on to write
-        for s, k in config.wanted().files() if with_card and out else []:
-            model_card.check_writable(config.out_path(s, k), card_force)
+        resumes = bool(sums) and os.path.exists(sums)  # then the cards may be there already, as the sidecars may
+        for s, k in config.wanted().files() if with_card and out and not resumes else []:
+            model_card.check_writable(config.out_path(s, k), force)
         with c.Calibration(config, say) as run:
             plan = run.plan()
             _say_plan(plan, say)
             with progress(quiet) as report:
                 results = run.run(report, lambda e: e.n_tokens_left and say(_estimate(e)))
         for r in results if with_card else []:
-            card.write(r.path, card_force)
+            card.write(r.path, force, same_is_fine=resumes)
     if shard:
         _print_shard(run, plan, json_output)
     elif run.solves:

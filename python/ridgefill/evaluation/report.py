@@ -164,7 +164,7 @@ class Bounds:
 
     n_documents: int = 20
     n_facts: int = 40
-    loss: float = 0.034
+    loss: float = 0.03
     times: float = 3.0
     recall: float = 0.90
     kept: float = 0.95
