@@ -118,9 +118,10 @@ def test_field_report_15_users_outlive_a_prompt_whose_room_they_take(model, maps
     their next row, and until the prompt was done but for its last row, which no longer fits beside theirs."""
     flags = [*ONE_CACHE, "-ub", 32, "--cache-ram", 0, "--ridge-rows", "random", "--ridge-budget", "0.5"]
     with Server(model, *flags, maps=maps, np=4) as s:
-        wanted, seen = {"took the last cells", "took the cells of its last rows"}, set()
+        last_rows, seen = "took the cells of its last rows", set()
+        wanted = {last_rows, "took the last cells"}
         newcomer = prompt_tokens(s, 24 * 32 + 1, start=200)  # of which the last row is left to the end
-        size = 36
+        size = 45  # rows of each user's prompt: first to the edge, then beyond it
         for _ in range(40):
             users = [prompt_tokens(s, size, start) for start in (0, 60, 120)]
             with s.stream(users, "off", n_predict=60, cache_prompt=False) as events:
@@ -131,7 +132,7 @@ def test_field_report_15_users_outlive_a_prompt_whose_room_they_take(model, maps
                 except llama_server.ServerError as e:
                     assert "does not fit into the KV cache beside the other slots" in str(e)
                     seen |= {w for w in wanted if w in str(e)}
-                    size -= 1
+                    size += 1 if last_rows in seen else -1
                 ends = [e for e in events if e.get("stop")]
             assert [e["tokens_predicted"] for e in ends] == [60] * 3
             if seen == wanted:
