@@ -189,13 +189,14 @@ def test_step_rows_bound_a_step(model, maps, prompt):
     assert reports[UBATCH // 2] >= 1.5 * reports[UBATCH]
 
 
-def test_each_mode_has_its_own_cells(server, prompt):
+def test_each_mode_has_its_own_cells(model, maps, prompt):
     texts = {}
-    for i, mode in enumerate(("fill", "identity", "nofill", "fill")):
-        answer = server.completion(prompt, mode, cache_prompt=i > 0)
-        assert_filled(answer, N)
-        assert texts.setdefault(mode, answer["tokens"]) == answer["tokens"]
-        assert server.completion(prompt, mode)["timings"]["prompt_n"] <= 1
+    with Server(model, "--cache-ram", 0, maps=maps) as s:  # else the second fill would find the first one there
+        for mode in ("fill", "identity", "nofill", "fill"):
+            answer = s.completion(prompt, mode)
+            assert_filled(answer, N)
+            assert texts.setdefault(mode, answer["tokens"]) == answer["tokens"]
+            assert s.completion(prompt, mode)["timings"]["prompt_n"] <= 1
     assert len({tuple(t) for t in texts.values()}) == 3
 
 
@@ -303,7 +304,7 @@ def test_an_exact_slot_file_takes_the_place_of_fills(model, maps, prompt, tmp_pa
 
 def test_several_completions_of_one_filled_prompt(model, maps, prompt):
     """The copy says what the original says: rows, fills and the marks of nofill went along."""
-    with Server(model, maps=maps, np=2) as s:
+    with Server(model, "--cache-ram", 0, maps=maps, np=2) as s:
         for mode in ("fill", "nofill"):
             alone = s.completion(prompt, mode, cache_prompt=False)["tokens"]
             answers = s.completion(prompt, mode, n_cmpl=2, cache_prompt=False)

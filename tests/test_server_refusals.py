@@ -130,7 +130,7 @@ def test_field_report_1_rows_made_under_a_lora_are_not_reused_without_it(model, 
     """Upstream keeps them when the next request names no adapter."""
     lora = sidecar_files.write_lora(tmp_path / "lora.gguf", arch="llama", n_embd=256, scale=0.3)
     wanted = cold(model, maps, prompt, "off")
-    with Server(model, "--lora-scaled", f"{lora}:0", maps=maps) as s:
+    with Server(model, "--lora-scaled", f"{lora}:0", "--cache-ram", 0, maps=maps) as s:
         for _ in range(2):
             under = s.completion(prompt, lora=[{"id": 0, "scale": 1}])
             assert ridge_of(under)["reason"] == "lora" and under["tokens"] != wanted
