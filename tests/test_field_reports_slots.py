@@ -119,6 +119,17 @@ def test_field_report_3_a_file_of_fills_is_refused_under_other_maps(model, maps,
         assert cached(s, prompt, "off") == before
 
 
+@pytest.mark.field_report(4, "server-ridge.cpp", "return { e.what(), {} };", 'return { maps ? e.what() : "", {} };')
+def test_field_report_4_a_damaged_record_is_refused_without_maps_too(model, folder, filled_file):
+    """It may have said that rows are filled. A file that is missing is upstream's matter."""
+    data = bytearray((folder / filled_file[0]).read_bytes())
+    data[-30] ^= 1
+    (folder / "bad.bin").write_bytes(data)
+    with Server(model, "--slot-save-path", f"{folder}/") as s:
+        assert "damaged" in restore(s, "bad.bin")
+        assert "Unable to restore slot" in restore(s, "missing.bin")
+
+
 def test_rows_of_mode_nofill_cannot_be_saved(server, prompt, folder):
     server.completion(prompt, "nofill", cache_prompt=False)
     for _ in range(2):

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <exception>
+#include <fstream>
 #include <stdexcept>
 
 // the slot's own macros need the slot
@@ -509,6 +510,9 @@ bool server_ridge::add_record(const std::string & path, const server_prompt & pr
 }
 
 server_ridge::slot_rows server_ridge::check_restore(const std::string & path, int32_t id_slot, int32_t n_ctx) const {
+    if (!maps && !std::ifstream(path)) {
+        return {}; // upstream has words for that
+    }
     try {
         const auto file = server_ridge_slot_file::read(path);
         if (!maps) {
@@ -530,6 +534,6 @@ server_ridge::slot_rows server_ridge::check_restore(const std::string & path, in
         }
         return { "", file->cells };
     } catch (const std::exception & e) {
-        return { maps ? e.what() : "", {} };
+        return { e.what(), {} };
     }
 }
