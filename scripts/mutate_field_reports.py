@@ -11,6 +11,7 @@ the test runs there, and the file is put back. Exit status: 0 when every test fa
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -68,6 +69,7 @@ def main() -> int:
     tree = args.tree.resolve()
     if tree == ROOT:
         parser.error("TREE: expected another checkout than this one")
+    os.environ["PATH"] = f"{tree / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"  # cmake, where setup.sh put it there
     rows = {int(r) for r in args.rows.split(",")} if args.rows else None
     chosen = [m for m in marks() if m.file and (rows is None or m.row in rows) and (not args.python or m.file.endswith(".py"))]
     missed = 0
