@@ -22,9 +22,9 @@ from rich.table import Table
 from scipy import stats
 
 from bench_prefill import N_UBATCH, ROOT, fill_times, requantised, text_tokens
-from machine import machine
 from ridgefill.errors import RidgefillError
 from ridgefill.lib import Maps, Model
+from ridgefill.machine import machine
 
 console = Console()
 

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from ridgefill import cli, lib, native
+from ridgefill import cli, lib, machine, native
 from ridgefill.cost import Cost
 from ridgefill.errors import OutputExists
 from ridgefill.evaluation import Arm, Engine, EvaluationError, arms, loss, page, plots, report, study, tasks, texts
@@ -341,6 +341,19 @@ def test_scores_of_the_maps_are_shown_by_layer(finished):
 def test_a_page_is_the_same_each_time_it_is_made(finished):
     path, result = finished
     assert page.render(result) == (path / "report.html").read_text()
+
+
+def test_a_result_names_the_machine_and_the_commit(finished, tmp_path, monkeypatch):
+    path, result = finished
+    made_on = machine.machine()
+    assert {k: result["machine"][k] for k in made_on} == made_on and made_on["cpu"] and result["machine"]["library"]
+    git = ["git", "-C", machine.CHECKOUT, "rev-parse", "HEAD"]
+    head = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    commit = made_on["commit"].removesuffix("-dirty").rpartition("-g")[2]  # behind a tag: TAG-COUNT-gHASH
+    assert head.startswith(commit) if head else commit == "unknown"
+    assert result["machine"]["cpu"] in (path / "report.html").read_text()
+    monkeypatch.setattr(machine, "CHECKOUT", tmp_path)  # as installed
+    assert machine.machine()["commit"] == "unknown"
 
 
 def test_csv_holds_a_record_for_each_item_and_arm(finished):
