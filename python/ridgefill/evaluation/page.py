@@ -28,7 +28,7 @@ LOSS = (
     Column("cost", "cost", ".3f"), Column("loss", "loss", ".3f"), Column("over exact", "over_exact", "+.4f"),
     Column("new tokens", "new_over_exact", "+.4f"), Column("key tokens", "key_over_exact", "+.3f"),
     Column("same top token", "top1", ".4f"), Column("mean KL", "kl", ".3g"), Column("median KL", "kl_median", ".3g"),
-    Column("same greedy text", "decode", ".3f"), Column("p", "p_holm", ".2g"), Column("verdict", "verdict"),
+    Column("same greedy text", "decode", ".3f"), Column("quoted", "quoted", ".3f"), Column("p", "p_holm", ".2g"), Column("verdict", "verdict"),
 )  # fmt: skip
 RECALL = (
     Column("cost", "cost", ".3f"), Column("filled rows", "filled_rows", ",.0f"), Column("chosen rows", "chosen_rows_median", ",.0f"),

@@ -22,11 +22,11 @@ except ImportError:
 
 # by what fills the rows; told apart in greyscale and by people who do not see all colours (Okabe and Ito 2008)
 COLOURS = {
-    "exact": "#000000", "noise": "#888888", "cut": "#999933", "nofill": "#56b4e9", "identity": "#cc79a7",
+    "exact": "#000000", "noise": "#888888", "cut": "#999933", "pop": "#882255", "nofill": "#56b4e9", "identity": "#cc79a7",
     "input": "#d55e00", "input_lr": "#e69f00", "kv": "#0072b2", "kv_prev": "#009e73",
 }  # fmt: skip
-MARKERS = {"none": "o", "digits": "D", "random": "x", "tail": "^", "equal": "s"}
-ROWS = {"none": "", "digits": "digit rows", "random": "random rows", "tail": "longer tail", "equal": "tail at the cost of the fill"}
+MARKERS = {"none": "o", "digits": "D", "random": "x", "attention": "P", "tail": "^", "equal": "s"}
+ROWS = {"none": "", "digits": "digit rows", "random": "random rows", "attention": "rows attended to", "tail": "longer tail", "equal": "tail at the cost of the fill"}
 
 
 def family(arm: Arm) -> str:

@@ -96,15 +96,15 @@ def common_sink(maps: Sequence[lib.Maps]) -> int:
 
 
 def default_arms(maps: Sequence[lib.Maps], share: float) -> list[Arm]:
-    """Exact, the noise floor, the cut context; per split identity and nofill; per file of maps the fill, the fill with a `share`
-    of the filled rows exact (random ones, or a longer tail), and nofill at the cost of the fill.
+    """Exact, the noise floor, the cut context, POP; per split identity and nofill; per file of maps the fill, the fill with a
+    `share` of the filled rows exact (random ones, those attended to most, or a longer tail), and nofill at the cost of the fill.
     """
-    arms = [Arm("exact"), Arm("noise"), Arm("cut")]
+    arms = [Arm("exact"), Arm("noise"), Arm("cut"), Arm("pop")]
     for split in sorted({m.split for m in maps}):
         arms += [Arm("nofill", split), Arm("identity", split)]
         for kind in sorted(m.kind for m in maps if m.split == split):
             fill = Arm("fill", split, kind=kind)
-            more = [dataclasses.replace(fill, rows=rows, budget=share) for rows in ("random", "tail")] if share else []
+            more = [dataclasses.replace(fill, rows=rows, budget=share) for rows in ("random", "attention", "tail")] if share else []
             arms += [fill, *more, Arm("nofill", split, "equal", kind)]
     return arms
 
