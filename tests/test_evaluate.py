@@ -359,10 +359,10 @@ def numbers(value) -> list[float]:
     return [value]
 
 
-def test_the_numbers_of_the_page_are_those_of_the_json(finished):
-    path, result = finished
+def check_cells(text: str, result: dict) -> tuple[dict[str, str], int]:
+    """Compare the cells of a page with what they show of a result: (text of each path, how many hold an interval)."""
     cells = Cells()
-    cells.feed((path / "report.html").read_text())
+    cells.feed(text)
     n_intervals = 0
     for where, text in cells.cells.items():
         value = result
@@ -377,11 +377,17 @@ def test_the_numbers_of_the_page_are_those_of_the_json(finished):
         assert len(written) == len(expected), (where, text)
         for w, e in zip(written, expected, strict=True):
             assert float(w.replace(",", "")) == pytest.approx(e, abs=0.51 * 10 ** -len(w.partition(".")[2].partition("e")[0]), rel=0.06), where
-    shown = {tuple(c.split("/")[:3]) for c in cells.cells}
+    return cells.cells, n_intervals
+
+
+def test_the_numbers_of_the_page_are_those_of_the_json(finished):
+    path, result = finished
+    cells, n_intervals = check_cells((path / "report.html").read_text(), result)
+    shown = {tuple(c.split("/")[:3]) for c in cells}
     assert shown >= {(what, "summary", arm) for what in ("loss", "single", "frequent") for arm in ARMS}
     for what in ("single", "frequent"):
         assert tasks.TASKS[what].about in (path / "report.html").read_text()
-    assert n_intervals > 10 and "loss/summary/identity-S4/over_exact" in cells.cells
+    assert n_intervals > 10 and "loss/summary/identity-S4/over_exact" in cells
 
 
 def test_the_page_needs_nothing_else(finished):
@@ -497,6 +503,7 @@ def test_the_command_writes_a_folder_and_refuses_to_write_it_again(command, tmp_
     "args, code, message",
     [
         (["--sets", "loss,poems"], 14, "sets: expected some of loss, digits"),
+        (["--sets", "splices"], 14, "splices: expected maps, whose rows are exchanged with exact ones, found none"),
         (["--arms", "exact,fill-S2"], 14, "fill-S2: expected one file of maps that this names, found 0 among none"),
         (["--arms", "exact,identity-S9"], 14, "identity-S9: expected a split layer from 1 to 5, found 9"),
         (["--arms", "identity-S4"], 14, "expected the arm exact"),
