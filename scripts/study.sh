@@ -2,7 +2,7 @@
 # What fills cost SmolLM2 and the pico models: maps, `ridgefill evaluate`, results in results/study/ and their tables in docs/RESULTS.md.
 #
 #   scripts/study.sh [--quick] [MODEL...]
-#     MODEL    smollm2, or a folder of models/pico with its GGUF [default: all]
+#     MODEL    smollm2, or a folder of models/pico with its GGUF [default: all, with --quick smollm2 and pico-qwen3-s]
 #     --quick  small sizes: shows that everything works, and measures little. Writes to out/study-quick/ alone
 #
 # A run that was stopped goes on with the same command; what is finished is not measured again. Needs the build (scripts/setup.sh).
@@ -20,7 +20,9 @@ for arg; do
         *)         models+=("$arg") ;;
     esac
 done
-if [ ${#models[@]} -eq 0 ]; then
+if [ ${#models[@]} -eq 0 ] && [ -n "$quick" ]; then
+    models=(smollm2 pico-qwen3-s)
+elif [ ${#models[@]} -eq 0 ]; then
     models=(smollm2)
     for gguf in models/pico/*/*.f16.gguf; do models+=("$(basename "$(dirname "$gguf")")"); done
 fi
