@@ -83,7 +83,7 @@ def beside(summary: dict) -> str:
     return text + markdown(["arm", "here", "there", "within"], rows)
 
 
-def section(result: dict) -> str:
+def section(name: str, result: dict) -> str:
     s, m = result["settings"], result["machine"]
     sizes = {
         "loss": f"{s['documents']} documents, P = {s['prefix']:,}, T = {s['tail']}, {s['scored']} tokens scored",
@@ -97,13 +97,13 @@ def section(result: dict) -> str:
         if what != splices.NAME:
             out.append(beside(summary) if what == "loss" else by_split(summary))
     maps = ", ".join(f"S{m['split']} {m['kind']}" for m in result["maps"]) or "none"
-    made = f"{result['model']['n_layer']} layers ({result['model']['architecture']}); maps: {maps}. {m['cpu']}, {m['cores']} cores, commit {m['commit']}, seed {s['seed']}."
-    return f"\n## {result['model']['file']}\n\n{made}\n" + "".join(out)
+    made = f"{result['model']['file']}: {result['model']['n_layer']} layers ({result['model']['architecture']}); maps: {maps}. {m['cpu']}, {m['cores']} cores, commit {m['commit']}, seed {s['seed']}."
+    return f"\n## {name}\n\n{made}\n" + "".join(out)
 
 
 def render(folder: Path) -> str:
     """The page for the results in a folder, in the order of their names."""
-    return HEAD + "".join(section(json.loads(path.read_text())) for path in sorted(folder.glob("*.json")))
+    return HEAD + "".join(section(p.stem, json.loads(p.read_text())) for p in sorted(folder.glob("*.json"), key=lambda p: p.stem))
 
 
 def main(folder: Path = STUDY, out: Path = PAGE) -> None:
