@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A conversation with fills on beside the same one served exactly: what is reused, and how long each turn waits.
 
-    scripts/bench_chat.py --out results/bench-chat.json
+    scripts/bench_chat.py          writes results/bench-chat.json
 
 Two slots of one server hold the same conversation, one in mode off, one in mode fill, and take their turns one after the
 other. The assistant's part of both is what the exact one said, so that both have the same prompts. The first message is long,
@@ -114,7 +114,7 @@ def main(
     first: Annotated[int, typer.Option(help="tokens of the first message, about")] = 3000,
     later: Annotated[int, typer.Option(help="tokens of each later one, about")] = 300,
     repeats: Annotated[int, typer.Option(help="conversations")] = 3,
-    out: Annotated[Path, typer.Option(help="JSON file")] = ROOT / "out" / "bench-chat.json",
+    out: Annotated[Path, typer.Option(help="JSON file")] = ROOT / "results" / "bench-chat.json",
 ) -> None:
     flags = ["-np", 2, "-c", 2 * 8192, "--no-kv-unified", "--cache-ram", 0, "-t", os.cpu_count() or 1]
     with LlamaServer("-m", model, "--ridge-maps", maps, *flags) as server, Progress(console=console, transient=True) as progress:

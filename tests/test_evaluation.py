@@ -647,3 +647,14 @@ def test_asking_records_what_was_filled(engine):
             assert r["n_fact_filled"] == n_fact
         if arm == "identity-S2+digits":
             assert r["n_chosen"] >= 7 and r["n_value_filled"] == 0
+
+
+def test_median_ratio_is_of_pairs_and_heeds_no_outlier():
+    first = np.array([2.0, 4.0, 6.0, 8.0, 1000.0])
+    half = stats.median_ratio(first / 2, first)
+    assert (half.value, half.low, half.high, half.n) == (0.5, 0.5, 0.5, 5)  # drawn in pairs, every resample gives the same
+    other = stats.median_ratio([1.0, 9.0, 2.0, 3.0, 4.0], first)
+    assert other.value == 3 / 6 and other.low < 0.5 < other.high
+    for bad in (([1.0], [2.0]), ([1.0, 2.0], [1.0]), ([1.0, math.nan], [1.0, 2.0])):
+        with pytest.raises(EvaluationError):
+            stats.median_ratio(*bad)

@@ -142,7 +142,7 @@ def test_field_report_9_a_chat_of_64_messages_takes_the_steps_of_one_message(pic
         assert rows > 30000 and n_lower == -(-(rows - TAIL) // 512) and abs(n_steps / rows / (n_steps_1 / rows_1) - 1) < 0.1
 
         rows, seconds = {}, {64: [], 1: []}
-        for _ in range(3):
+        for _ in range(12):  # the least of so many: other work on the machine only adds
             for n, words in ((64, 18), (1, 1279)):
                 body = {"messages": chat(n, words), "max_tokens": 1, "cache_prompt": False, "ridge": {"mode": "fill"}}
                 start = cpu_seconds(s.process.pid)
