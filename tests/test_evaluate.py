@@ -359,12 +359,10 @@ def numbers(value) -> list[float]:
     return [value]
 
 
-def check_cells(text: str, result: dict) -> tuple[dict[str, str], int]:
-    """Compare the cells of a page with what they show of a result: (text of each path, how many hold an interval)."""
-    cells = Cells()
-    cells.feed(text)
+def check_values(cells: dict[str, str], result: dict) -> int:
+    """Compare texts, each by the path of its value, with what stands there in a result: how many hold an interval."""
     n_intervals = 0
-    for where, text in cells.cells.items():
+    for where, text in cells.items():
         value = result
         for key in where.split("/"):
             value = value[int(key)] if isinstance(value, list) else value[key]
@@ -377,7 +375,14 @@ def check_cells(text: str, result: dict) -> tuple[dict[str, str], int]:
         assert len(written) == len(expected), (where, text)
         for w, e in zip(written, expected, strict=True):
             assert float(w.replace(",", "")) == pytest.approx(e, abs=0.51 * 10 ** -len(w.partition(".")[2].partition("e")[0]), rel=0.06), where
-    return cells.cells, n_intervals
+    return n_intervals
+
+
+def check_cells(text: str, result: dict) -> tuple[dict[str, str], int]:
+    """check_values() of a page: its cells, and how many hold an interval."""
+    cells = Cells()
+    cells.feed(text)
+    return cells.cells, check_values(cells.cells, result)
 
 
 def test_the_numbers_of_the_page_are_those_of_the_json(finished):
