@@ -472,6 +472,16 @@ def test_loss_summary():
     assert report.summarise_loss(loss_records({"exact": 0, "fill-S19": 0.1}, key=False))["fill-S19"]["key_over_exact"] is None
 
 
+@pytest.mark.parametrize("n_with, found", [(5, 30 * 0.1 / 3), (1, None), (0, None)])
+def test_documents_without_key_tokens_say_nothing_of_them(n_with, found):
+    records = loss_records({"exact": 0, "fill-S19": 0.1})
+    for r in records:
+        if int(r["document"][1:]) >= n_with:
+            r |= {"n_key": 0, "key_loss_sum": 0.0}
+    key = report.summarise_loss(records)["fill-S19"]["key_over_exact"]
+    assert key == found if found is None else (key["value"], key["n"], key["n_tokens"]) == (pytest.approx(found), n_with, 3 * n_with)
+
+
 @pytest.mark.parametrize(
     "excess, failing",
     [

@@ -79,15 +79,16 @@ def _mean_cost(rows: Sequence[dict]) -> float:
 
 def over_exact(rows: Sequence[dict], exact: Sequence[dict], tokens: str) -> dict | None:
     """Mean loss over exact on all tokens of a sort (new or key) together; documents weigh by how many they have. None where the
-    sort was not measured or there is no such token.
+    sort was not measured, or fewer than two documents have such tokens: that gives no interval.
     """
     if any(r[f"n_{tokens}"] is None for r in rows):
         return None
     n = finite([r[f"n_{tokens}"] for r in rows], f"{tokens} tokens")
-    if not n.sum():
+    some = n > 0
+    if some.sum() < 2:
         return None
-    more = [r[f"{tokens}_loss_sum"] - e[f"{tokens}_loss_sum"] for r, e in zip(rows, exact, strict=True)]
-    found = stats.ratio(finite(more, f"loss of {tokens} tokens"), n, f"loss of {tokens} tokens over exact")
+    more = finite([r[f"{tokens}_loss_sum"] - e[f"{tokens}_loss_sum"] for r, e in zip(rows, exact, strict=True)], f"loss of {tokens} tokens")
+    found = stats.ratio(more[some], n[some], f"loss of {tokens} tokens over exact")
     return found.as_dict() | {"n_tokens": int(n.sum())}
 
 
