@@ -25,9 +25,9 @@ from rich.progress import track
 
 from filler import passages
 from llama_server import LlamaServer, ServerError, check_arm
-from machine import machine
 from ridgefill import Llama
 from ridgefill.evaluation import stats
+from ridgefill.machine import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"

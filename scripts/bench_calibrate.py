@@ -24,8 +24,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "python"))
 
-from machine import machine
 from ridgefill import calibrate, lib
+from ridgefill.machine import machine
 
 MAX_TIME, MEMORY_WITHIN = 1.2, 0.1
 

@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 from bench_prefill import N_UBATCH, ROOT, fill_times, requantised, text_tokens
-from machine import machine
 from ridgefill.errors import RidgefillError
 from ridgefill.evaluation import stats
 from ridgefill.lib import Maps, Model
+from ridgefill.machine import machine
 
 console = Console()
 

@@ -35,9 +35,9 @@ from rich.table import Table
 
 from filler import passages
 from llama_server import ServerError
-from machine import machine
 from ridgefill.errors import RidgefillError
 from ridgefill.lib import Context, Maps, Model, select_rows
+from ridgefill.machine import machine
 from model_layers import truncate
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from filler import passages
 from llama_server import Answer, LlamaServer, ServerError, check_arm
-from machine import machine
+from ridgefill.machine import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"

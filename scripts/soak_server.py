@@ -30,7 +30,7 @@ from rich.progress import Progress
 
 from filler import passages
 from llama_server import BINARY, LlamaServer, ServerError
-from machine import machine
+from ridgefill.machine import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"

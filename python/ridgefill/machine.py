@@ -1,4 +1,5 @@
-"""What a result file records of the machine and the code that made it."""
+"""What a result records of the machine and the code that made it."""
+
 from __future__ import annotations
 
 import os
@@ -6,7 +7,7 @@ import platform
 import subprocess
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def _cpu() -> str:
@@ -20,11 +21,13 @@ def _cpu() -> str:
 
 
 def _commit() -> str:
-    p = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty"], capture_output=True, text=True)
+    if not (CHECKOUT / "llama.cpp" / "UPSTREAM").is_file():
+        return "unknown"  # installed: a repository around it would not be ours
+    p = subprocess.run(["git", "-C", CHECKOUT, "describe", "--always", "--dirty"], capture_output=True, text=True)
     return p.stdout.strip() or "unknown"
 
 
 def machine() -> dict:
-    """CPU, cores, system, and the commit of this checkout."""
+    """CPU, cores, system, Python, and the commit of the checkout that this package lies in."""
     return {"cpu": _cpu(), "cores": os.cpu_count(), "system": f"{platform.system()} {platform.machine()}",
-            "python": platform.python_version(), "commit": _commit()}
+            "python": platform.python_version(), "commit": _commit()}  # fmt: skip
