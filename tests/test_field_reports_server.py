@@ -29,14 +29,19 @@ from llama_server import BINARY, ServerError
     12, "server-ridge.cpp", "status = llama_ridge_prefill_step(j.prefill);", "while ((status = llama_ridge_prefill_step(j.prefill)) == LLAMA_RIDGE_OK) {}"
 )
 def test_field_report_12_a_neighbours_longest_gap_is_shorter_with_a_fill(model, maps):
-    """An exact prompt takes a batch at a time, a fill a ubatch: here a quarter, so that the noise of a machine does not matter."""
+    """An exact prompt takes a batch at a time, a fill a ubatch: here a quarter, so that the noise of a machine does not matter.
+
+    Of the whole fill, a neighbour waits for a step at a time.
+    """
     text = server_util._text()
     settings = bench_serve.Settings(tokens=1500, batch=BATCH, ubatch=BATCH // 4, threads=1)
     with Server(model, "-ub", settings.ubatch, "--cache-ram", 0, maps=maps, np=3, ctx=settings.slot_ctx) as s:
         bench = bench_serve.Bench(s, 2, settings, [text[i : i + 400] for i in range(0, 12000, 400)])
         for i in range(2):
-            longest = {t["arm"]: max(max(g) for g in t["gaps_ms"]) for t in bench.pair(i)}
+            trials = {t["arm"]: t for t in bench.pair(i)}
+            longest = {arm: max(max(g) for g in t["gaps_ms"]) for arm, t in trials.items()}
             assert longest["fill"] < longest["off"], longest
+            assert longest["fill"] < 0.75 * trials["fill"]["ttft_ms"], (longest, trials["fill"]["ttft_ms"])
 
 
 @pytest.mark.field_report(13, "server-context.cpp", "ridge.stop(slot.id);")
@@ -243,7 +248,7 @@ def test_field_report_28_every_endpoint_is_filled_and_counted(infill_server, pat
 #
 
 
-@pytest.mark.field_report(32, "common-ridge-args.cpp", "params.ridge.n_tail = parse_rows(value);")
+@pytest.mark.field_report(32, "common-ridge-args.cpp", '{"--ridge-step-rows"}', '{"--ridge-untested"}')
 def test_field_report_32_every_flag_has_a_test_that_moves_a_counter(patched_lib):
     """Of those that --help shows; a new flag needs a case there."""
     elsewhere = {
