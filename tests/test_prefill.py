@@ -66,7 +66,7 @@ def test_cancel_keeps_the_rows_before_the_prompt(model):
 
 
 @pytest.mark.parametrize("unified", [True, False])
-@pytest.mark.field_report(15, "llama-ridge-prefill.cpp", "llama_ridge_prefill_cancel(&pf);")
+@pytest.mark.field_report(15, "llama-ridge-prefill.cpp", "remove_rows(*pf);")
 def test_a_full_cache_costs_only_the_prompt_that_does_not_fit(model, unified):
     """Four prompts at once: the ones that find no cells fail by name and leave none behind, the others finish."""
     size = 512 if unified else 1024
