@@ -103,7 +103,8 @@ def section(name: str, result: dict) -> str:
 
 def render(folder: Path) -> str:
     """The page for the results in a folder, in the order of their names."""
-    return HEAD + "".join(section(p.stem, json.loads(p.read_text())) for p in sorted(folder.glob("*.json"), key=lambda p: p.stem))
+    sections = [section(p.stem, json.loads(p.read_text())) for p in sorted(folder.glob("*.json"), key=lambda p: p.stem)]
+    return HEAD + ("".join(sections) or "\nNothing is measured yet.\n")
 
 
 def main(folder: Path = STUDY, out: Path = PAGE) -> None:
