@@ -9,8 +9,6 @@ gain through the bindings is within 5 % of the server's.
 """
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import statistics
 import sys
@@ -27,7 +25,7 @@ from filler import passages
 from llama_server import LlamaServer, ServerError, check_arm
 from ridgefill import Llama
 from ridgefill.evaluation import stats
-from ridgefill.machine import machine
+from ridgefill.machine import write_record
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -89,9 +87,7 @@ def main(
     good = abs(ratio.value - 1) <= LIMIT
     console.print(f"bindings over server: {ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]: {'within' if good else 'NOT within'} {LIMIT:.0%}")
     settings = {"model": model.name, "maps": maps.name, "tail": tail, "n_tokens": n_tokens, "rounds": rounds, "threads": threads}
-    record = {"machine": machine(), "settings": settings, "seconds": found, "ratio": dataclasses.asdict(ratio), "good": good}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(out, {"settings": settings, "seconds": found, "ratio": ratio.as_dict(), "good": good})
     console.print(f"written to {os.path.relpath(out)}")
     raise typer.Exit(0 if good else 1)
 

@@ -11,7 +11,6 @@ than 1.2 times as long as from exact cache, by the median of the repetitions.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import statistics
 import sys
@@ -25,7 +24,7 @@ from rich.table import Table
 
 from filler import passages
 from llama_server import Answer, LlamaServer, ServerError
-from ridgefill.machine import machine
+from ridgefill.machine import write_record
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -124,10 +123,8 @@ def main(
     show(runs)
     faults = check(runs)
     settings = {"model": model.name, "maps": maps.name, "tail": tail, "first": first, "later": later, "repeats": repeats}
-    record = {"machine": machine(), "settings": settings, "runs": [[dataclasses.asdict(t) for t in run] for run in runs],
-              "last_turn_ratio": last_ratio(runs), "faults": faults}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(record, indent=1) + "\n")
+    found = [[dataclasses.asdict(t) for t in run] for run in runs]
+    write_record(out, {"settings": settings, "runs": found, "last_turn_ratio": last_ratio(runs), "faults": faults})
     console.print(f"last turn: {last_ratio(runs):.2f} of the exact one's time to first token; written to {os.path.relpath(out)}")
     for fault in faults:
         console.print(f"NOT good: {fault}", highlight=False)

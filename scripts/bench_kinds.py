@@ -9,7 +9,6 @@ says how far. Exit status 0: maps of kind kv, where they are given with those of
 """
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from pathlib import Path
@@ -23,7 +22,7 @@ from bench_prefill import N_UBATCH, ROOT, fill_times, requantised, text_tokens
 from ridgefill.errors import RidgefillError
 from ridgefill.evaluation import stats
 from ridgefill.lib import Maps, Model
-from ridgefill.machine import machine
+from ridgefill.machine import write_record
 
 console = Console()
 
@@ -64,7 +63,7 @@ def main(
     path = model or requantised()
     results = measure(path, maps, threads, rounds)
     show(results)
-    out.write_text(json.dumps({"machine": machine(), "model": path.name, "threads": threads, "results": results}, indent=1) + "\n")
+    write_record(out, {"model": path.name, "threads": threads, "results": results})
     us = {r["kind"]: r["us"] for r in results}
     raise typer.Exit({"input", "kv"} <= us.keys() and 2 * us["kv"] > us["input"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
@@ -31,3 +32,9 @@ def machine() -> dict:
     """CPU, cores, system, Python, and the commit of the checkout that this package lies in."""
     return {"cpu": _cpu(), "cores": os.cpu_count(), "system": f"{platform.system()} {platform.machine()}",
             "python": platform.python_version(), "commit": _commit()}  # fmt: skip
+
+
+def write_record(path: Path, record: dict) -> None:
+    """Write a result as JSON, behind what machine() says; makes the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"machine": machine(), **record}, indent=1) + "\n")
