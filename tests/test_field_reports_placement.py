@@ -90,7 +90,7 @@ def lora_for_all(path, n_layer: int, n_embd: int) -> None:
     w.close()
 
 
-@pytest.mark.field_report(17, "llama-ridge-maps.cpp", "const ggml_init_params params = { 3*n_layer*ggml_tensor_overhead(), nullptr, true };", "const ggml_init_params params = { n_layer*ggml_tensor_overhead(), nullptr, true };")
+@pytest.mark.field_report(17, "llama-ridge-maps.cpp", "llama_ridge_placer placer(model, 3*n_layer);", "llama_ridge_placer placer(model, n_layer);")
 @pytest.mark.parametrize("kind", sidecar_files.KINDS)
 def test_field_report_17_a_model_of_70_layers_with_maps_and_loras_builds_its_graphs(pico_model, tmp_path, kind):
     """Two LoRAs for every layer, at work in one request and not in the next: exact under them, filled without."""
@@ -112,7 +112,7 @@ def test_field_report_17_a_model_of_70_layers_with_maps_and_loras_builds_its_gra
 #
 
 
-@pytest.mark.field_report(38, "llama-ridge-maps.cpp", "map.b    = place(allocs, ggml_backend_dev_buffer_type(model.dev_layer(il)), ggml_ridge_sidecar_bias(sc, il), n_layer);", "map.b    = nullptr;")
+@pytest.mark.field_report(38, "llama-ridge-maps.cpp", "map.b    = placer.vector(il, ggml_ridge_sidecar_bias  (sc, il));", "map.b    = nullptr;")
 def test_field_report_38_results_do_not_depend_on_where_tensors_lie(model, maps, prompt):
     """On one device here: the maps follow their layer whatever buffers the model is in."""
     answers = {}

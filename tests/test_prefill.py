@@ -66,7 +66,7 @@ def test_cancel_keeps_the_rows_before_the_prompt(model):
 
 
 @pytest.mark.parametrize("unified", [True, False])
-@pytest.mark.field_report(15, "llama-ridge-prefill.cpp", "remove_rows(*pf);")
+@pytest.mark.field_report(15, "llama-ridge-prefill.cpp", "pf->remove();")
 def test_a_full_cache_costs_only_the_prompt_that_does_not_fit(model, unified):
     """Four prompts at once: the ones that find no cells fail by name and leave none behind, the others finish."""
     size = 512 if unified else 1024
@@ -135,7 +135,7 @@ def test_impossible_positions_are_refused(model, p0, p1):
             ctx.get_kv(0, 0, "k", p0, p1)
 
 
-@pytest.mark.field_report(16, "llama-ridge-prefill.cpp", "if (!cache_is_ours(*pf, kv)) {", "if (false) {")
+@pytest.mark.field_report(16, "llama-ridge-prefill.cpp", "if (!pf->intact()) {", "if (false) {")
 def test_a_cache_changed_under_the_prefill_is_an_error(model, fresh):
     with context(model) as ctx:
         with ctx.prefill(tokens(), mode="identity", split=3, n_tail=16) as p:

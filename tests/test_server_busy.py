@@ -215,7 +215,7 @@ def test_cancelled_prompt_keeps_the_rows_before_it(model, maps, long_prompt):
         assert again["timings"]["prompt_n"] <= 1 and ridge_of(again)["cached_filled"] == ridge_of(first)["filled"]
 
 
-@pytest.mark.field_report(16, "llama-ridge-prefill.cpp", "pf.ctx->get_memory()->seq_rm(pf.seq_id, pf.pos0 + i, pf.pos0 + i + n);")
+@pytest.mark.field_report(16, "llama-ridge-rows.cpp", "ctx->get_memory()->seq_rm(seq_id, pos0 + i, pos0 + i + n);")
 def test_cancelled_rows_leave_their_cells(model, maps, long_prompt):
     """One cache for both slots, with room for one prompt only: the other slot needs what was given back."""
     flags = ["--kv-unified", "--no-cache-idle-slots", "-c", 1024, "-ub", 32]

@@ -57,10 +57,10 @@ def assert_refused_and_exact(server, prompt, exact, reason, names, path):
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-@pytest.mark.field_report(4, "ridge-sidecar.cpp", "if (found != expected) {\n            throw", "if (false) {\n            throw")
-@pytest.mark.field_report(21, "ridge-sidecar.cpp", "if (sc.n_embd != expect.embedding_length) {", "if (false) {")
-@pytest.mark.field_report(22, "ridge-sidecar.cpp", "if (version != GGML_RIDGE_FORMAT_VERSION) {", "if (false) {")
-@pytest.mark.field_report(23, "ridge-sidecar.cpp", "if (found != \"an adapter with adapter.type = 'ridge_maps'\") {", "if (false) {")
+@pytest.mark.field_report(4, "ridge-content.cpp", "if (found != expected) {\n            throw", "if (false) {\n            throw")
+@pytest.mark.field_report(21, "ridge-content.cpp", "if (found.embedding_length && found.embedding_length != expect.embedding_length) {", "if (false) {")
+@pytest.mark.field_report(22, "ridge-content.cpp", "if (version != GGML_RIDGE_FORMAT_VERSION) {", "if (false) {")
+@pytest.mark.field_report(23, "ridge-content.cpp", "if (found != ridge_format(\"an adapter with adapter.type = '%s'\", adapter)) {", "if (false) {")
 def test_refused_maps_leave_an_exact_server(model, damaged, prompt, exact, kind):
     with Server(model, maps=damaged[kind]) as s:
         assert_refused_and_exact(s, prompt, exact, "refused", DAMAGE[kind], damaged[kind])

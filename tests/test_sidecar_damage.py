@@ -74,7 +74,7 @@ def refuse(tmp_path):
 #
 
 
-@pytest.mark.field_report(19, "ridge-sidecar.cpp", "bytes > file_size - begin) {", "bytes > file_size - begin + 1) {")
+@pytest.mark.field_report(19, "ridge-content.cpp", "bytes > file_size - begin) {", "bytes > file_size - begin + 1) {")
 def test_truncation_at_every_tensor_boundary_and_a_byte_either_side_names_the_cut_tensor(intact, refuse):
     spans = list(sf.tensor_spans(intact))
     for i, (name, begin, end) in enumerate(spans):
@@ -235,7 +235,7 @@ def test_array_of_arrays_is_refused(good, refuse):
 
 
 @pytest.mark.parametrize("alignment", [0, 1, 16, 33, 64, 2**31])
-@pytest.mark.field_report(20, "ridge-sidecar.cpp", 'if (gguf.has("general.alignment") && gguf.get_u32("general.alignment") != GGUF_DEFAULT_ALIGNMENT) {', "if (false) {")
+@pytest.mark.field_report(20, "ridge-content.cpp", 'if (gguf.has("general.alignment") && gguf.get_u32("general.alignment") != GGUF_DEFAULT_ALIGNMENT) {', "if (false) {")
 def test_alignment_other_than_32_is_refused(alignment, good, refuse):
     def align(raw):
         raw.kvs.append(sf.RawKv("general.alignment", sf.U32, [alignment]))

@@ -2,6 +2,7 @@
 
 // ggml-ridge: what RidgeFill needs of ggml and gguf alone, without libllama.
 //   sidecar    read and check a GGUF of ridge maps (docs/SIDECAR.md)
+//   mapper     the same of a GGUF that maps one model's cache to another's (docs/MAPPER.md)
 //   selectors  which rows of a prompt run exactly
 // Plain C. Functions that fail return NULL or -1 and write a message for people into err.
 
@@ -81,6 +82,54 @@ extern "C" {
     GGML_RIDGE_API const struct ggml_tensor * ggml_ridge_sidecar_down  (const struct ggml_ridge_sidecar * sc, int32_t il);
     GGML_RIDGE_API const struct ggml_tensor * ggml_ridge_sidecar_up    (const struct ggml_ridge_sidecar * sc, int32_t il);
     GGML_RIDGE_API const struct ggml_tensor * ggml_ridge_sidecar_bias  (const struct ggml_ridge_sidecar * sc, int32_t il);
+
+    //
+    // mapper
+    //
+
+    struct ggml_ridge_mapper; // metadata and host copies of the tensors, fully checked
+
+    enum ggml_ridge_role {
+        GGML_RIDGE_SOURCE = 0, // the model whose cache is read
+        GGML_RIDGE_TARGET = 1, // the model whose cache is written
+    };
+
+    // What a mapper records of the positions of one of its models.
+    struct ggml_ridge_rope {
+        int32_t      n_rot;            // rotated numbers of each head, the first ones
+        float        freq_base;
+        const char * scaling_type;     // "none", "linear", "yarn" or "longrope"
+        float        scaling_factor;   // by which the context was stretched
+        float        attn_factor;      // gain on rotated numbers besides YaRN's own
+        float        beta_fast;        // this and the next three are YaRN's
+        float        beta_slow;
+        float        log_multiplier;
+        int32_t      n_ctx_orig;       // tokens
+        bool         adjacent;         // rotated pairs are side by side, else n_rot/2 apart
+        const float * factors;         // [n_rot/2] divisors of the frequencies, or NULL
+    };
+
+    // As ggml_ridge_sidecar_load(). Either expectation may be NULL; their embedding lengths are not looked at.
+    GGML_RIDGE_API struct ggml_ridge_mapper * ggml_ridge_mapper_load(
+            const char * path, const struct ggml_ridge_expect * source, const struct ggml_ridge_expect * target, char * err, size_t err_size);
+    GGML_RIDGE_API void ggml_ridge_mapper_free(struct ggml_ridge_mapper * mp);
+
+    GGML_RIDGE_API const char * ggml_ridge_mapper_hash    (const struct ggml_ridge_mapper * mp); // sha256 of the file, hex
+    GGML_RIDGE_API int32_t      ggml_ridge_mapper_n_sink  (const struct ggml_ridge_mapper * mp);
+    GGML_RIDGE_API int32_t      ggml_ridge_mapper_n_tail  (const struct ggml_ridge_mapper * mp);
+    GGML_RIDGE_API bool         ggml_ridge_mapper_previous(const struct ggml_ridge_mapper * mp); // whether maps read the row before, too
+
+    GGML_RIDGE_API int32_t      ggml_ridge_mapper_n_layer (const struct ggml_ridge_mapper * mp, enum ggml_ridge_role role);
+    GGML_RIDGE_API int32_t      ggml_ridge_mapper_n_head  (const struct ggml_ridge_mapper * mp, enum ggml_ridge_role role, int32_t il);
+    GGML_RIDGE_API int32_t      ggml_ridge_mapper_head    (const struct ggml_ridge_mapper * mp, enum ggml_ridge_role role, char what); // size of a head of K or V
+    GGML_RIDGE_API struct ggml_ridge_rope ggml_ridge_mapper_rope(const struct ggml_ridge_mapper * mp, enum ggml_ridge_role role);
+
+    // source layers, ascending, that target layer il reads; returns their number
+    GGML_RIDGE_API int32_t      ggml_ridge_mapper_sources (const struct ggml_ridge_mapper * mp, char what, int32_t il, const uint32_t ** layers);
+
+    // [d_in, d_out] of the map type and [d_out] F32, of 'k' (without rotation) or 'v' of target layer il
+    GGML_RIDGE_API const struct ggml_tensor * ggml_ridge_mapper_weight(const struct ggml_ridge_mapper * mp, char what, int32_t il);
+    GGML_RIDGE_API const struct ggml_tensor * ggml_ridge_mapper_bias  (const struct ggml_ridge_mapper * mp, char what, int32_t il);
 
     // sha256 of a buffer as 64 lower-case hex digits and a NUL
     GGML_RIDGE_API void ggml_ridge_sha256(const void * data, size_t size, char hex[65]);

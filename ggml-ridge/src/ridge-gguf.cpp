@@ -353,6 +353,10 @@ float ridge_gguf::get_f32(const std::string & key) const {
     return v;
 }
 
+bool ridge_gguf::get_bool(const std::string & key) const {
+    return file.data()[find(key, GGUF_TYPE_BOOL, false).offset] != 0;
+}
+
 template <typename T>
 static std::vector<T> numbers_at(const ridge_file & file, const ridge_kv & item) {
     std::vector<T> out(item.n);

@@ -88,6 +88,7 @@ public:
     uint32_t                 get_u32(const std::string & key) const;
     uint64_t                 get_u64(const std::string & key) const;
     float                    get_f32(const std::string & key) const;
+    bool                     get_bool(const std::string & key) const;
     std::vector<float>       get_f32s(const std::string & key) const;
     std::vector<uint32_t>    get_u32s(const std::string & key) const;
     std::vector<std::string> get_strs(const std::string & key) const;

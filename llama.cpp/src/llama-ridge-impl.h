@@ -7,14 +7,66 @@
 #include "llama-kv-cache.h"
 
 #include "ggml-cpp.h"
+#include "ggml-ridge.h"
 
 #include <exception>
+#include <map>
 #include <new>
 #include <string>
 #include <vector>
 
 struct llama_model;
 struct llama_context;
+
+// Tensors of ours on the devices of a model.
+struct llama_ridge_placed {
+    std::vector<ggml_context_ptr>        ctxs;
+    std::vector<ggml_backend_buffer_ptr> bufs;
+
+    size_t size() const;
+};
+
+// Decides where tensors of a sidecar lie: beside the layer that they belong to.
+class llama_ridge_placer {
+public:
+    llama_ridge_placer(const llama_model & model, size_t n_tensors_max) : model(model), n_max(n_tensors_max) {}
+
+    // The tensor to use in place of `host`, which has no data before upload(); nullptr for nullptr. Matrices lie where they are
+    // multiplied by fastest.
+    ggml_tensor * matrix(int32_t il, const ggml_tensor * host);
+    ggml_tensor * vector(int32_t il, const ggml_tensor * host);
+
+    // Allocate and fill. False with a message for llama_ridge_last_error() when there is no memory.
+    bool upload(llama_ridge_placed & placed, const char * what);
+
+private:
+    struct alloc {
+        std::vector<std::pair<ggml_tensor *, const ggml_tensor *>> tensors; // placed, host
+        ggml_context_ptr ctx;
+
+        size_t size() const;
+    };
+
+    ggml_tensor * place(ggml_backend_buffer_type_t buft, const ggml_tensor * host);
+
+    const llama_model & model;
+    const size_t        n_max;
+
+    std::map<ggml_backend_buffer_type_t, alloc> allocs;
+};
+
+// What a sidecar is checked against.
+struct llama_ridge_model_text {
+    explicit llama_ridge_model_text(const llama_model & model);
+
+    ggml_ridge_expect expect() const; // borrows the strings
+
+    std::string architecture;
+    std::string tokenizer; // sha256
+    std::string hparams;
+    int32_t     n_layer;
+    int32_t     n_embd;
+};
 
 // A sidecar on the devices of its layers.
 struct llama_ridge_maps {
@@ -40,10 +92,53 @@ struct llama_ridge_maps {
 
     std::vector<layer> layers; // [n_layer], set for il > split
 
-    std::vector<ggml_context_ptr>        ctxs;
-    std::vector<ggml_backend_buffer_ptr> bufs;
+    llama_ridge_placed placed;
+};
 
-    size_t size() const;
+// How a model turns its keys, as ggml_rope_ext() takes it.
+struct llama_ridge_rotation {
+    int32_t n_rot      = 0;
+    int32_t type       = 0;
+    int32_t n_ctx_orig = 0;
+
+    float freq_base   = 0.0f;
+    float freq_scale  = 1.0f;
+    float ext_factor  = 0.0f;
+    float attn_factor = 1.0f;
+    float beta_fast   = 0.0f;
+    float beta_slow   = 0.0f;
+
+    std::vector<float> factors; // [n_rot/2] or empty
+};
+
+// A mapper on the devices of the target's layers.
+struct llama_ridge_mapper {
+    struct map {
+        std::vector<uint32_t> sources; // layers of the source, ascending
+
+        ggml_tensor * w = nullptr; // [d_in, d_out]
+        ggml_tensor * b = nullptr; // [d_out]
+    };
+
+    const llama_model * source = nullptr; // nullptr: not known when it was loaded
+    const llama_model * target = nullptr;
+
+    int32_t n_sink   = 0;
+    int32_t n_tail   = 0;
+    bool    previous = false;
+
+    std::string hash;
+
+    llama_ridge_rotation rotation[2]; // of the source and the target
+
+    std::vector<int32_t> k_width; // of the source's rows, by layer
+    std::vector<int32_t> v_width;
+    int32_t k_head = 0;           // size of a head of the source's K
+
+    std::vector<map> k; // by layer of the target
+    std::vector<map> v;
+
+    llama_ridge_placed placed;
 };
 
 // Which part of the model one ubatch of a prefill runs.
@@ -127,16 +222,47 @@ struct llama_ridge_access {
             const std::vector<uint32_t> & cells, float * dst);
 
     // copy the stored bytes of rows between cells of one layer; values only if they lie in rows
+    // rows as they lie in the cache, which must hold V in rows, too
+    static ggml_type type_of (const llama_kv_cache & kv, int32_t il, char what);
+    static void      raw_rows(const llama_kv_cache & kv, llama_seq_id seq_id, int32_t il, char what, const std::vector<uint32_t> & cells, uint8_t * dst);
+
+    // backends of the context, for graphs beside the model's
+    static ggml_backend_sched_t new_sched(llama_context & ctx, size_t n_nodes);
+
     static bool copies_v(const llama_kv_cache & kv);
     static void copy_rows(
             const llama_kv_cache & kv, llama_seq_id seq_src, llama_seq_id seq_dst, int32_t il, char what,
             const std::vector<uint32_t> & src, const std::vector<uint32_t> & dst);
 };
 
+// Rows pos0, pos0 + 1, ... of a sequence that we put into a cache.
+struct llama_ridge_rows {
+    llama_context * ctx = nullptr;
+
+    llama_seq_id seq_id = -1;
+    llama_pos    pos0   = 0;
+
+    std::vector<uint32_t> cell; // where each lies
+
+    // still there and at the end of the sequence, in cells that no other sequence shares
+    bool intact() const;
+
+    // Take these rows out of the cache and no others, whatever the sequence holds by now.
+    void remove();
+
+    llama_ubatch make_ubatch(std::vector<llama_token> tokens, std::vector<llama_pos> pos) const;
+
+private:
+    bool holds(const llama_kv_cells & cells, size_t i) const;
+};
+
 // A cell that layers from cparams.ridge_nofill on do not see. The mark lives in a field that only 2D positions use
 // (models with those are refused), so that it follows the cell through every operation and is gone when the cell is.
 bool llama_ridge_nofill_get(const llama_kv_cells & cells, uint32_t i);
 void llama_ridge_nofill_set(      llama_kv_cells & cells, uint32_t i);
+
+// cells of positions [p0, p1) of a sequence, or a failure that names what is missing
+int32_t llama_ridge_find_cells(llama_kv_cache & kv, llama_seq_id seq_id, llama_pos p0, llama_pos p1, std::vector<uint32_t> & idx);
 
 // remember a message for llama_ridge_last_error(); returns status
 #ifdef __GNUC__

@@ -237,6 +237,33 @@ void llama_ridge_access::read_rows(
     }
 }
 
+ggml_type llama_ridge_access::type_of(const llama_kv_cache & kv, int32_t il, char what) {
+    const auto & layer = kv.layers[kv.map_layer_ids.at(il)];
+    return (what == 'k' ? layer.k : layer.v)->type;
+}
+
+void llama_ridge_access::raw_rows(
+        const llama_kv_cache & kv, llama_seq_id seq_id, int32_t il, char what, const std::vector<uint32_t> & cells, uint8_t * dst) {
+    const auto & layer = kv.layers[kv.map_layer_ids.at(il)];
+    const ggml_tensor * t = what == 'k' ? layer.k : layer.v;
+    const size_t begin = (size_t) kv.seq_to_stream[seq_id]*kv.get_size();
+
+    // cells side by side in one go
+    for (size_t r = 0; r < cells.size(); ) {
+        size_t n = 1;
+        while (r + n < cells.size() && cells[r + n] == cells[r] + n) {
+            n++;
+        }
+        ggml_backend_tensor_get(t, dst + r*t->nb[1], (begin + cells[r])*t->nb[1], n*t->nb[1]);
+        r += n;
+    }
+}
+
+ggml_backend_sched_t llama_ridge_access::new_sched(llama_context & ctx, size_t n_nodes) {
+    return ggml_backend_sched_new(ctx.backend_ptrs.data(), ctx.backend_buft.data(), ctx.backend_ptrs.size(), n_nodes,
+            /*parallel =*/ false, ctx.get_cparams().op_offload);
+}
+
 bool llama_ridge_access::copies_v(const llama_kv_cache & kv) {
     return !kv.v_trans;
 }

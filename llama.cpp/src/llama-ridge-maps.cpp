@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <map>
 
 //
 // fingerprint
@@ -87,6 +86,15 @@ static std::string tensor_sha256(const llama_model & model, const std::string & 
     return sha256_hex(buf.data(), buf.size());
 }
 
+llama_ridge_model_text::llama_ridge_model_text(const llama_model & model)
+    : architecture(model.arch_name()), tokenizer(tokenizer_sha256(model.vocab)), hparams(hparams_text(model)),
+      n_layer(model.hparams.n_layer()), n_embd(model.hparams.n_embd) {
+}
+
+ggml_ridge_expect llama_ridge_model_text::expect() const {
+    return { architecture.c_str(), tokenizer.c_str(), hparams.c_str(), n_layer, n_embd };
+}
+
 // norms are F32 in every quantisation of a model, and every fine-tune moves them
 static std::vector<std::string> anchor_names(const llama_model & model, int32_t split) {
     return {
@@ -138,82 +146,6 @@ int32_t llama_ridge_model_fingerprint(const struct llama_model * model, int32_t 
     return snprintf(buf, size, "%s", json.c_str());
 }
 
-//
-// placement
-//
-
-// can the device multiply by a map that lies in a buffer of this type?
-static bool buft_supported(ggml_backend_dev_t dev, ggml_backend_buffer_type_t buft, const ggml_tensor * host) {
-    const ggml_init_params params = { 4*ggml_tensor_overhead(), nullptr, true };
-    ggml_context_ptr ctx { ggml_init(params) };
-
-    ggml_tensor * w = ggml_dup_tensor(ctx.get(), host);
-    ggml_tensor * x = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, w->ne[0], 512);
-
-    ggml_backend_buffer_ptr buf { ggml_backend_buft_alloc_buffer(buft, 0) };
-    w->buffer = buf.get();
-    const bool res = buf && ggml_backend_dev_supports_op(dev, ggml_mul_mat(ctx.get(), w, x));
-    w->buffer = nullptr;
-
-    return res;
-}
-
-// Where the layer's own projections lie: on its device, and if the model was repacked for fast kernels, in that format.
-static ggml_backend_buffer_type_t buft_for_layer(const llama_model & model, int32_t il, const ggml_tensor * host) {
-    auto * dev = model.dev_layer(il);
-
-    for (const ggml_tensor * t : { model.layers[il].wk, model.layers[il].wqkv, model.layers[il].ffn_up, model.layers[il].wo }) {
-        auto * buft = t && t->buffer ? ggml_backend_buffer_get_type(t->buffer) : nullptr;
-        // buffers over a mapped file cannot be allocated, they are host memory like the default
-        if (buft && ggml_backend_buft_get_device(buft) == dev && !ggml_backend_buft_is_host(buft) && buft_supported(dev, buft, host)) {
-            return buft;
-        }
-    }
-
-    return ggml_backend_dev_buffer_type(dev);
-}
-
-struct ridge_alloc {
-    ggml_backend_buffer_type_t buft;
-    std::vector<std::pair<ggml_tensor *, const ggml_tensor *>> tensors; // placed, host
-    ggml_context_ptr ctx;
-};
-
-static ggml_tensor * place(std::map<ggml_backend_buffer_type_t, ridge_alloc> & allocs, ggml_backend_buffer_type_t buft, const ggml_tensor * host, int32_t n_layer) {
-    auto & alloc = allocs[buft];
-    if (!alloc.ctx) {
-        const ggml_init_params params = { 3*n_layer*ggml_tensor_overhead(), nullptr, true }; // at most three of a layer
-        alloc.buft = buft;
-        alloc.ctx.reset(ggml_init(params));
-    }
-
-    ggml_tensor * t = ggml_dup_tensor(alloc.ctx.get(), host);
-    ggml_set_name(t, host->name);
-    alloc.tensors.push_back({ t, host });
-
-    return t;
-}
-
-static bool upload(ridge_alloc & alloc, llama_ridge_maps & maps) {
-    ggml_backend_buffer_ptr buf { ggml_backend_alloc_ctx_tensors_from_buft(alloc.ctx.get(), alloc.buft) };
-    if (!buf) {
-        return false;
-    }
-    ggml_backend_buffer_set_usage(buf.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
-
-    for (const auto & [t, host] : alloc.tensors) {
-        ggml_backend_tensor_set(t, host->data, 0, ggml_nbytes(host));
-    }
-
-    LLAMA_LOG_INFO("%s: %10s ridge maps buffer size = %8.2f MiB\n", __func__,
-            ggml_backend_buffer_name(buf.get()), ggml_backend_buffer_get_size(buf.get())/1024.0/1024.0);
-
-    maps.bufs.push_back(std::move(buf));
-    maps.ctxs.push_back(std::move(alloc.ctx));
-
-    return true;
-}
-
 // maps that predict K and V must give rows of the width that the cache holds
 static bool check_lengths(const llama_model & model, const ggml_ridge_sidecar * sc, const llama_ridge_maps & maps) {
     for (int32_t il = maps.split + 1; maps.predicts_kv() && il < (int32_t) model.hparams.n_layer(); ++il) {
@@ -233,34 +165,19 @@ static bool check_lengths(const llama_model & model, const ggml_ridge_sidecar * 
 static bool place_all(const llama_model & model, const ggml_ridge_sidecar * sc, llama_ridge_maps & maps) {
     const int32_t n_layer = model.hparams.n_layer();
 
-    std::map<ggml_backend_buffer_type_t, ridge_alloc> allocs;
+    llama_ridge_placer placer(model, 3*n_layer); // at most three of a layer
 
     maps.layers.resize(n_layer);
     for (int32_t il = maps.split + 1; il < n_layer; ++il) {
-        const auto place_matrix = [&](const ggml_tensor * t) {
-            return t ? place(allocs, buft_for_layer(model, il, t), t, n_layer) : nullptr;
-        };
         auto & map = maps.layers[il];
 
-        map.w    = place_matrix(ggml_ridge_sidecar_weight(sc, il));
-        map.down = place_matrix(ggml_ridge_sidecar_down  (sc, il));
-        map.up   = place_matrix(ggml_ridge_sidecar_up    (sc, il));
-        map.b    = place(allocs, ggml_backend_dev_buffer_type(model.dev_layer(il)), ggml_ridge_sidecar_bias(sc, il), n_layer);
+        map.w    = placer.matrix(il, ggml_ridge_sidecar_weight(sc, il));
+        map.down = placer.matrix(il, ggml_ridge_sidecar_down  (sc, il));
+        map.up   = placer.matrix(il, ggml_ridge_sidecar_up    (sc, il));
+        map.b    = placer.vector(il, ggml_ridge_sidecar_bias  (sc, il));
     }
 
-    for (auto & [buft, alloc] : allocs) {
-        if (!upload(alloc, maps)) {
-            size_t size = 0;
-            for (const auto & it : alloc.tensors) {
-                size += ggml_nbytes(it.second);
-            }
-            llama_ridge_fail(LLAMA_RIDGE_ERR_NO_MEMORY, "could not allocate %.1f MiB for the maps in a buffer of type %s",
-                    size/1024.0/1024.0, ggml_backend_buft_name(buft));
-            return false;
-        }
-    }
-
-    return true;
+    return placer.upload(maps.placed, "maps");
 }
 
 //
@@ -293,13 +210,8 @@ static void warn_differences(const llama_model & model, const ggml_ridge_sidecar
 
 // nullptr and a message where the file is refused
 static std::unique_ptr<llama_ridge_maps> load(const llama_model * model, const char * path) {
-    const std::string arch = model->arch_name();
-    const std::string tok  = tokenizer_sha256(model->vocab);
-    const std::string hp   = hparams_text(*model);
-
-    const ggml_ridge_expect expect = {
-        arch.c_str(), tok.c_str(), hp.c_str(), (int32_t) model->hparams.n_layer(), (int32_t) model->hparams.n_embd,
-    };
+    const llama_ridge_model_text text(*model);
+    const ggml_ridge_expect expect = text.expect();
 
     char err[1024] = "";
     std::unique_ptr<ggml_ridge_sidecar, decltype(&ggml_ridge_sidecar_free)> sc {
@@ -324,8 +236,8 @@ static std::unique_ptr<llama_ridge_maps> load(const llama_model * model, const c
 
     warn_differences(*model, sc.get(), path);
     LLAMA_LOG_INFO("%s: '%s' matches the model: architecture %s, %d layers, width %d, tokenizer %.12s; kind %s, split %d, %.1f MiB, sha256 %.12s\n",
-            __func__, path, arch.c_str(), expect.block_count, expect.embedding_length, tok.c_str(),
-            maps->kind.c_str(), maps->split, maps->size()/1024.0/1024.0, maps->hash.c_str());
+            __func__, path, expect.architecture, expect.block_count, expect.embedding_length, expect.tokenizer_sha256,
+            maps->kind.c_str(), maps->split, maps->placed.size()/1024.0/1024.0, maps->hash.c_str());
 
     return maps;
 }
@@ -353,17 +265,9 @@ void llama_ridge_maps_free(struct llama_ridge_maps * maps) {
     delete maps;
 }
 
-size_t llama_ridge_maps::size() const {
-    size_t res = 0;
-    for (const auto & buf : bufs) {
-        res += ggml_backend_buffer_get_size(buf.get());
-    }
-    return res;
-}
-
 int32_t      llama_ridge_maps_split (const struct llama_ridge_maps * maps) { return maps->split; }
 int32_t      llama_ridge_maps_n_tail(const struct llama_ridge_maps * maps) { return maps->n_tail; }
 int32_t      llama_ridge_maps_n_sink(const struct llama_ridge_maps * maps) { return maps->n_sink; }
 const char * llama_ridge_maps_kind  (const struct llama_ridge_maps * maps) { return maps->kind.c_str(); }
 const char * llama_ridge_maps_hash  (const struct llama_ridge_maps * maps) { return maps->hash.c_str(); }
-size_t       llama_ridge_maps_size  (const struct llama_ridge_maps * maps) { return maps->size(); }
+size_t       llama_ridge_maps_size  (const struct llama_ridge_maps * maps) { return maps->placed.size(); }

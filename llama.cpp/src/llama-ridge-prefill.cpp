@@ -14,15 +14,10 @@ struct ridge_step {
     std::vector<int32_t> rows;
 };
 
-struct llama_ridge_prefill {
-    llama_context * ctx = nullptr;
-
+struct llama_ridge_prefill : llama_ridge_rows {
     const llama_ridge_maps * maps = nullptr;
 
     llama_ridge_params params;
-
-    llama_seq_id seq_id = -1;
-    llama_pos    pos0   = 0;
 
     std::vector<llama_token> tokens;
 
@@ -30,13 +25,11 @@ struct llama_ridge_prefill {
 
     std::vector<bool>    exact;    // [n_done]
     std::vector<int32_t> slot;     // [n_done] row of x_split, -1 for filled rows
-    std::vector<uint32_t> cell;    // [n_done] where the row lives in the cache
     std::vector<uint32_t> n_kv;    // [n_done] cells that the ubatch of this row attended over in sweep 1
 
     std::vector<ridge_step> steps;
 
     size_t i_step = 0;
-    int32_t n_rows_in = 0; // rows that are in the cache
     bool   failed = false;
 
     ggml_context_ptr        ctx_x;
@@ -174,46 +167,6 @@ bool alloc_x(llama_ridge_prefill & pf) {
     return true;
 }
 
-llama_ubatch make_ubatch(const llama_ridge_prefill & pf, const std::vector<int32_t> & rows) {
-    const uint32_t n = rows.size();
-    const bool unified = pf.ctx->get_cparams().kv_unified;
-
-    auto data = std::make_shared<llama_ubatch::data_t>();
-
-    data->seq_id_unq  = { pf.seq_id };
-    data->seq_idx     = std::vector<int32_t>(LLAMA_MAX_SEQ, -1);
-    data->seq_idx[pf.seq_id] = 0;
-    data->seq_id_data = std::vector<llama_seq_id>(n, pf.seq_id);
-    data->n_seq_id    = std::vector<int32_t>(n, 1);
-    data->output      = std::vector<int8_t>(n, 0);
-
-    for (uint32_t i = 0; i < n; ++i) {
-        data->token     .push_back(pf.tokens[rows[i]]);
-        data->pos       .push_back(pf.pos0 + rows[i]);
-        data->seq_id    .push_back(&data->seq_id_data[i]);
-        data->batch_idxs.push_back(i);
-    }
-
-    // as the memory's own split would make it: one sequence per token in a unified cache, one long sequence otherwise
-    return {
-        /*.b_equal_seqs =*/ !unified,
-        /*.n_tokens     =*/ n,
-        /*.n_seq_tokens =*/ unified ? 1 : n,
-        /*.n_seqs       =*/ unified ? n : 1,
-        /*.n_seqs_unq   =*/ 1,
-        /*.n_pos        =*/ 1,
-        /*.token        =*/ data->token.data(),
-        /*.embd         =*/ nullptr,
-        /*.pos          =*/ data->pos.data(),
-        /*.n_seq_id     =*/ data->n_seq_id.data(),
-        /*.seq_id       =*/ data->seq_id.data(),
-        /*.seq_id_unq   =*/ data->seq_id_unq.data(),
-        /*.seq_idx      =*/ data->seq_idx.data(),
-        /*.output       =*/ data->output.data(),
-        /*.data         =*/ std::move(data),
-    };
-}
-
 llama_ridge_pass make_pass(const llama_ridge_prefill & pf, const ridge_step & step) {
     const bool upper = step.type == LLAMA_RIDGE_PASS_UPPER;
 
@@ -242,44 +195,6 @@ llama_ridge_pass make_pass(const llama_ridge_prefill & pf, const ridge_step & st
     return pass;
 }
 
-bool holds_row(const llama_ridge_prefill & pf, const llama_kv_cells & cells, int32_t i) {
-    const uint32_t c = pf.cell[i];
-    return !cells.is_empty(c) && cells.seq_has(c, pf.seq_id) && cells.pos_get(c) == pf.pos0 + i;
-}
-
-// Take the rows of this prefill out of the cache: those and no others, whatever the sequence holds by now.
-void remove_rows(llama_ridge_prefill & pf) {
-    const auto & cells = llama_ridge_access::cells(*llama_ridge_access::kv(*pf.ctx), pf.seq_id);
-
-    for (int32_t i = 0; i < pf.n_rows_in; ) {
-        int32_t n = 0;
-        while (i + n < pf.n_rows_in && holds_row(pf, cells, i + n)) {
-            n++;
-        }
-        if (n > 0) {
-            pf.ctx->get_memory()->seq_rm(pf.seq_id, pf.pos0 + i, pf.pos0 + i + n);
-        }
-        i += std::max(n, 1);
-    }
-    pf.n_rows_in = 0;
-}
-
-// the rows that are in the cache must still be where sweep 1 put them
-bool cache_is_ours(const llama_ridge_prefill & pf, llama_kv_cache & kv) {
-    const auto & cells = llama_ridge_access::cells(kv, pf.seq_id);
-
-    if (kv.seq_pos_max(pf.seq_id) != pf.pos0 + pf.n_rows_in - 1) {
-        return false;
-    }
-    for (int32_t i = 0; i < pf.n_rows_in; ++i) {
-        if (!holds_row(pf, cells, i) || cells.seq_count(pf.cell[i]) != 1) {
-            return false;
-        }
-    }
-
-    return true;
-}
-
 int32_t fail_step(llama_ridge_prefill & pf, int32_t status, const std::string & what) {
     llama_ridge_prefill_cancel(&pf);
 
@@ -290,7 +205,7 @@ int32_t fail_step(llama_ridge_prefill & pf, int32_t status, const std::string & 
 // whether the rows that are not in the cache yet, those of the end of the prompt included, find cells
 bool has_space(const llama_ridge_prefill & pf, llama_kv_cache & kv, std::string & what) {
     const uint32_t n_free = llama_ridge_access::n_free(llama_ridge_access::cells(kv, pf.seq_id));
-    const uint32_t n_need = pf.tokens.size() - pf.n_rows_in;
+    const uint32_t n_need = pf.tokens.size() - pf.cell.size();
 
     if (n_free < n_need) {
         what = format("expected %u free cells in the KV cache for the rest of the prompt, found %u", n_need, n_free);
@@ -466,7 +381,6 @@ static int32_t prefill_begin(
     plan_rows (*pf, exact_rows, n_exact_rows);
     plan_steps(*pf, n_batch, n_step);
 
-    pf->cell.resize(pf->n_done);
     pf->n_kv.resize(pf->n_done);
 
     if (!alloc_x(*pf)) {
@@ -520,9 +434,9 @@ static int32_t prefill_step(llama_ridge_prefill * pf) {
     llama_kv_cache & kv = *llama_ridge_access::kv(*pf->ctx);
     llama_ridge_access::prepare(*pf->ctx);
 
-    if (!cache_is_ours(*pf, kv)) {
+    if (!pf->intact()) {
         return fail_step(*pf, LLAMA_RIDGE_ERR_STATE, format("expected sequence %d to end with this prompt at position %d, found it changed "
-                "meanwhile, with its end at %d", pf->seq_id, pf->pos0 + pf->n_rows_in - 1, kv.seq_pos_max(pf->seq_id)));
+                "meanwhile, with its end at %d", pf->seq_id, pf->pos0 + (llama_pos) pf->cell.size() - 1, kv.seq_pos_max(pf->seq_id)));
     }
     if (llama_ridge_access::has_cvec(*pf->ctx)) {
         return fail_step(*pf, LLAMA_RIDGE_ERR_STATE, "expected no control vector, found one that was set meanwhile");
@@ -535,17 +449,20 @@ static int32_t prefill_step(llama_ridge_prefill * pf) {
     const ridge_step & step = pf->steps[pf->i_step];
     const bool upper = step.type == LLAMA_RIDGE_PASS_UPPER;
 
-    const llama_ubatch ubatch = make_ubatch(*pf, step.rows);
+    std::vector<llama_token> tokens;
+    std::vector<llama_pos>   pos;
+    for (int32_t i : step.rows) {
+        tokens.push_back(pf->tokens[i]);
+        pos   .push_back(pf->pos0 + i);
+    }
+    const llama_ubatch ubatch = pf->make_ubatch(std::move(tokens), std::move(pos));
 
     const auto sinfo = upper ? place_upper(*pf, kv, step.rows) : place_lower(kv, ubatch);
     if (sinfo.empty()) {
         return fail_step(*pf, LLAMA_RIDGE_ERR_NO_SPACE, format("expected room for %zu rows in the KV cache, found none", step.rows.size()));
     }
     if (!upper) { // before they are there: a step that fails takes them out again
-        for (size_t k = 0; k < step.rows.size(); ++k) {
-            pf->cell[step.rows[k]] = sinfo.idxs[0][k];
-        }
-        pf->n_rows_in += step.rows.size();
+        pf->cell.insert(pf->cell.end(), sinfo.idxs[0].begin(), sinfo.idxs[0].end());
     }
 
     llama_ridge_kv_context mctx(&kv, sinfo, ubatch, make_pass(*pf, step));
@@ -615,7 +532,7 @@ void llama_ridge_prefill_cancel(struct llama_ridge_prefill * pf) {
         return;
     }
 
-    remove_rows(*pf);
+    pf->remove();
     pf->failed = true;
 }
 

@@ -158,18 +158,8 @@ int32_t llama_ridge_n_free(const struct llama_context * ctx, llama_seq_id seq_id
     return n;
 }
 
-// cells of positions [p0, p1) of a sequence, or a failure that names what is missing
-static int32_t find_cells(
-        llama_kv_cache * kv, llama_seq_id seq_id, int32_t il, char what, llama_pos p0, llama_pos p1, std::vector<uint32_t> & idx) {
-    if (kv == nullptr || (what != 'k' && what != 'v') || seq_id < 0 || (uint32_t) seq_id >= kv->get_n_seq_max()) {
-        return llama_ridge_fail(LLAMA_RIDGE_ERR_ARGUMENT, "expected a plain KV cache, 'k' or 'v' and one of its sequences, found %s, '%c' and sequence %d",
-                kv ? "one" : "another memory", what, seq_id);
-    }
-    if (llama_ridge_access::row_size(*kv, il, what) == 0) {
-        return llama_ridge_fail(LLAMA_RIDGE_ERR_ARGUMENT, "layer %d has no KV cache", il);
-    }
-
-    const auto & cells = llama_ridge_access::cells(*kv, seq_id);
+int32_t llama_ridge_find_cells(llama_kv_cache & kv, llama_seq_id seq_id, llama_pos p0, llama_pos p1, std::vector<uint32_t> & idx) {
+    const auto & cells = llama_ridge_access::cells(kv, seq_id);
     const int64_t n = std::max<int64_t>(0, (int64_t) p1 - p0);
     if (p0 < 0 || n > cells.size()) {
         return llama_ridge_fail(LLAMA_RIDGE_ERR_ARGUMENT, "expected positions from 0 on and at most the %u of the cache, found %d to %d",
@@ -189,6 +179,20 @@ static int32_t find_cells(
     }
 
     return LLAMA_RIDGE_OK;
+}
+
+// the same of a layer that may not be there
+static int32_t find_cells(
+        llama_kv_cache * kv, llama_seq_id seq_id, int32_t il, char what, llama_pos p0, llama_pos p1, std::vector<uint32_t> & idx) {
+    if (kv == nullptr || (what != 'k' && what != 'v') || seq_id < 0 || (uint32_t) seq_id >= kv->get_n_seq_max()) {
+        return llama_ridge_fail(LLAMA_RIDGE_ERR_ARGUMENT, "expected a plain KV cache, 'k' or 'v' and one of its sequences, found %s, '%c' and sequence %d",
+                kv ? "one" : "another memory", what, seq_id);
+    }
+    if (llama_ridge_access::row_size(*kv, il, what) == 0) {
+        return llama_ridge_fail(LLAMA_RIDGE_ERR_ARGUMENT, "layer %d has no KV cache", il);
+    }
+
+    return llama_ridge_find_cells(*kv, seq_id, p0, p1, idx);
 }
 
 static int64_t get_kv(

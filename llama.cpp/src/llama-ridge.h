@@ -29,6 +29,9 @@ extern "C" {
     struct llama_ridge_maps;    // a sidecar, checked against a model and placed on the devices of its layers
     struct llama_ridge_prefill; // one prompt on its way into the cache
 
+    struct llama_ridge_mapper;   // a mapper, checked against its models and placed on the devices of the target's layers
+    struct llama_ridge_transfer; // rows on their way from one model's cache to another's
+
     enum llama_ridge_status {
         LLAMA_RIDGE_OK              =  0,
         LLAMA_RIDGE_DONE            =  1, // prefill_step: nothing is left to do
@@ -142,6 +145,53 @@ extern "C" {
 
     // Free the object. The cache keeps the rows if the prefill is done; an unfinished one is cancelled first.
     LLAMA_API void llama_ridge_prefill_free(struct llama_ridge_prefill * prefill);
+
+    //
+    // transfer: rows of one model's cache from those of another's (arXiv 2608.03893; docs/MAPPER.md)
+    //
+
+    // Read and check a mapper against the model whose cache is written and, unless it is NULL, the one whose cache is read:
+    // tokenizer, hyper-parameters, and all that decides how keys are turned. NULL when it is refused. Logs one line on success.
+    LLAMA_API struct llama_ridge_mapper * llama_ridge_mapper_load(
+            const struct llama_model * source, const struct llama_model * target, const char * path);
+    LLAMA_API void                        llama_ridge_mapper_free(struct llama_ridge_mapper * mapper);
+
+    LLAMA_API int32_t      llama_ridge_mapper_n_sink(const struct llama_ridge_mapper * mapper); // first rows that the target should run itself
+    LLAMA_API int32_t      llama_ridge_mapper_n_tail(const struct llama_ridge_mapper * mapper); // last rows of a prompt likewise
+    LLAMA_API const char * llama_ridge_mapper_hash  (const struct llama_ridge_mapper * mapper); // sha256 of the content, hex
+    LLAMA_API size_t       llama_ridge_mapper_size  (const struct llama_ridge_mapper * mapper); // bytes on the devices
+
+    struct llama_ridge_transfer_stats {
+        int32_t n_rows;  // rows to transfer
+        int32_t n_done;  // rows that are in the target's cache
+        int64_t n_bytes; // read and written so far: the source's rows, the mapper once a step, the target's rows
+        int64_t t_us;    // time in steps
+    };
+
+    // Begin to put rows [p0, p1) of a sequence of ctx_src, mapped, into a sequence of ctx_dst whose next position is p0.
+    // n_step: most rows per step; 0 or more than the n_ubatch of ctx_dst means that. Changes no cache.
+    LLAMA_API int32_t llama_ridge_transfer_begin(
+            struct llama_context            * ctx_src,
+            llama_seq_id                      seq_src,
+            struct llama_context            * ctx_dst,
+            llama_seq_id                      seq_dst,
+            const struct llama_ridge_mapper * mapper,
+            llama_pos                         p0,
+            llama_pos                         p1,
+            int32_t                           n_step,
+            struct llama_ridge_transfer    ** transfer);
+
+    // Map and write the next rows, which appear in the cache when all of them are written. Returns as llama_ridge_prefill_step()
+    // does; where it fails, the rows of this transfer are gone from the target's cache, and the source's is never changed.
+    LLAMA_API int32_t llama_ridge_transfer_step(struct llama_ridge_transfer * transfer);
+
+    LLAMA_API struct llama_ridge_transfer_stats llama_ridge_transfer_get_stats(const struct llama_ridge_transfer * transfer);
+
+    // Stop wherever it is and remove the rows of this transfer, as llama_ridge_prefill_cancel() does.
+    LLAMA_API void llama_ridge_transfer_cancel(struct llama_ridge_transfer * transfer);
+
+    // Free the object. The cache keeps the rows if the transfer is done; an unfinished one is cancelled first.
+    LLAMA_API void llama_ridge_transfer_free(struct llama_ridge_transfer * transfer);
 
     //
     // the cache as a whole

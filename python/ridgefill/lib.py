@@ -273,6 +273,73 @@ class Prefill(_Owner):
         return rows
 
 
+class Mapper(_Owner):
+    """A sidecar that maps the cache of `source` to that of `target` (docs/MAPPER.md), checked against both.
+
+    Raises RidgeError with the reader's message when it is refused.
+    """
+
+    def __init__(self, source: Model, target: Model, path: str | os.PathLike):
+        self.source, self.target, self.path = source, target, os.fspath(path)
+        self._ptr = native.ridge("llama_ridge_mapper_load")(source.ptr, target.ptr, os.fsencode(self.path))
+        if not self._ptr:
+            raise native.last_error(f"{self.path} was refused", -6)
+        self.n_sink: int = native.ridge("llama_ridge_mapper_n_sink")(self._ptr)
+        self.n_tail: int = native.ridge("llama_ridge_mapper_n_tail")(self._ptr)
+        self.hash: str = native.ridge("llama_ridge_mapper_hash")(self._ptr).decode()
+        self.size: int = native.ridge("llama_ridge_mapper_size")(self._ptr)
+
+    def _free(self, ptr) -> None:
+        native.ridge("llama_ridge_mapper_free")(ptr)
+
+
+class Transfer(_Owner):
+    """Rows p0..p1-1 of sequence `seq_source` of `source` on their way into sequence `seq` of `target`, whose next position is
+    p0, at most `n_step` rows a step (0: n_ubatch of the target).
+
+    Raises RidgeError when it cannot be done; no cache has changed then.
+    """
+
+    def __init__(
+        self, source: Context, target: Context, mapper: Mapper, p0: int, p1: int, seq_source: int = 0, seq: int = 0, n_step: int = 0
+    ):
+        self.source, self.target, self.mapper = source, target, mapper
+        out = ct.c_void_p()
+        status = native.ridge("llama_ridge_transfer_begin")(
+            source.ptr, seq_source, target.ptr, seq, mapper.ptr, p0, p1, n_step, ct.byref(out)
+        )
+        if status < 0:
+            raise native.last_error("the transfer was refused", status)
+        self._ptr = out.value
+
+    def _free(self, ptr) -> None:
+        if self.target._ptr:  # as of a Prefill
+            native.ridge("llama_ridge_transfer_free")(ptr)
+
+    def step(self) -> bool:
+        """Map and write the next rows; True when all are there. Raises RidgeError, after which none of them is."""
+        status = native.ridge("llama_ridge_transfer_step")(self.ptr)
+        if status < 0:
+            raise native.last_error("the transfer failed", status)
+        return status == 1
+
+    def run(self) -> Transfer:
+        """Run every step that is left."""
+        while not self.step():
+            pass
+        return self
+
+    def cancel(self) -> None:
+        """Stop and remove the rows of this transfer from the target's cache."""
+        native.ridge("llama_ridge_transfer_cancel")(self.ptr)
+
+    @property
+    def stats(self) -> dict[str, int]:
+        """Rows, bytes and microseconds of struct llama_ridge_transfer_stats."""
+        s = native.ridge("llama_ridge_transfer_get_stats")(self.ptr)
+        return {name: getattr(s, name) for name, _ in s._fields_}
+
+
 class Context(_Owner):
     """An inference context with its KV cache.
 

@@ -153,6 +153,10 @@ class RidgePrefillStats(ct.Structure):  # struct llama_ridge_prefill_stats
     ]
 
 
+class RidgeTransferStats(ct.Structure):  # struct llama_ridge_transfer_stats
+    _fields_ = [("n_rows", ct.c_int32), ("n_done", ct.c_int32), ("n_bytes", ct.c_int64), ("t_us", ct.c_int64)]
+
+
 _i32p, _f32p, _voidp = ct.POINTER(ct.c_int32), ct.POINTER(ct.c_float), ct.c_void_p
 
 _LLAMA_RIDGE = {
@@ -200,6 +204,31 @@ _LLAMA_RIDGE = {
     "llama_ridge_prefill_cancel": ([_voidp], None),
     # void llama_ridge_prefill_free(struct llama_ridge_prefill * prefill)
     "llama_ridge_prefill_free": ([_voidp], None),
+    # struct llama_ridge_mapper * llama_ridge_mapper_load(const struct llama_model * source, const struct llama_model * target,
+    #     const char * path)
+    "llama_ridge_mapper_load": ([_voidp, _voidp, ct.c_char_p], _voidp),
+    # void llama_ridge_mapper_free(struct llama_ridge_mapper * mapper)
+    "llama_ridge_mapper_free": ([_voidp], None),
+    # int32_t llama_ridge_mapper_n_sink(const struct llama_ridge_mapper * mapper), and so on
+    "llama_ridge_mapper_n_sink": ([_voidp], ct.c_int32),
+    "llama_ridge_mapper_n_tail": ([_voidp], ct.c_int32),
+    "llama_ridge_mapper_hash": ([_voidp], ct.c_char_p),
+    "llama_ridge_mapper_size": ([_voidp], ct.c_size_t),
+    # int32_t llama_ridge_transfer_begin(struct llama_context * ctx_src, llama_seq_id seq_src, struct llama_context * ctx_dst,
+    #     llama_seq_id seq_dst, const struct llama_ridge_mapper * mapper, llama_pos p0, llama_pos p1, int32_t n_step,
+    #     struct llama_ridge_transfer ** transfer)
+    "llama_ridge_transfer_begin": (
+        [_voidp, ct.c_int32, _voidp, ct.c_int32, _voidp, ct.c_int32, ct.c_int32, ct.c_int32, ct.POINTER(_voidp)],
+        ct.c_int32,
+    ),
+    # int32_t llama_ridge_transfer_step(struct llama_ridge_transfer * transfer)
+    "llama_ridge_transfer_step": ([_voidp], ct.c_int32),
+    # struct llama_ridge_transfer_stats llama_ridge_transfer_get_stats(const struct llama_ridge_transfer * transfer)
+    "llama_ridge_transfer_get_stats": ([_voidp], RidgeTransferStats),
+    # void llama_ridge_transfer_cancel(struct llama_ridge_transfer * transfer)
+    "llama_ridge_transfer_cancel": ([_voidp], None),
+    # void llama_ridge_transfer_free(struct llama_ridge_transfer * transfer)
+    "llama_ridge_transfer_free": ([_voidp], None),
     # int64_t llama_ridge_get_kv(struct llama_context * ctx, llama_seq_id seq_id, int32_t il, char what,
     #     llama_pos p0, llama_pos p1, float * dst, int64_t n_max)
     "llama_ridge_get_kv": (
