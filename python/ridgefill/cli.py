@@ -4,7 +4,7 @@ Exit codes: 0 done; 1 a value out of range, or a fault of ours; 2 wrong usage; 3
 missing, or a checkpoint cannot be used; 4 text that cannot be used; 5 activations that cannot be fitted; 6 a file
 exists already; 7 not a sidecar, or a damaged one; 8 sums of something else, unfinished, damaged or in use; 9 documents
 share text; 10 a file cannot be read or written (full disk, no permission); 11 maps that a model fails to verify; 12 the
-doctor found a problem; 13 the doctor cannot tell; 130 stopped.
+doctor found a problem; 13 the doctor cannot tell; 15 models between which no mapper can be fitted; 130 stopped.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from .commands import card, inspect, score, verify
+from .commands import card, inspect, mapper, score, verify
 from .commands import text_options as t
 from .commands.common import AsJson, Force, errors_for_people, score_table, stdout
 from .commands.doctor import doctor
@@ -131,16 +131,17 @@ def _print_result(r) -> None:
 
 for command in (inspect.inspect, score.score, verify.verify, card.card, tune, doctor):
     app.command()(command)
+app.add_typer(mapper.app)
 
 
 @app.command()
 def merge(
-    files: Annotated[list[str], typer.Argument(help="files of sums, of shards of one calibration")],
+    files: Annotated[list[str], typer.Argument(help="files of sums, of shards of one calibration or mapper")],
     out: Annotated[str, typer.Option(help="file of sums to write")],
     force: Force = False,
     json_output: AsJson = False,
 ) -> None:
-    """Add up the sums of shards (ridgefill-calibrate --shard i/n --sums FILE)."""
+    """Add up the sums of shards (ridgefill-calibrate or ridgefill mapper fit, with --shard i/n --sums FILE)."""
     with errors_for_people():
         from . import sums_file
 

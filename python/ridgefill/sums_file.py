@@ -158,7 +158,9 @@ def _header_json(header: Header) -> str:
 
 
 def _header_from_json(data: bytes) -> Header:
-    kinds = {kind.format: kind for kind in (MapsHeader,)}
+    from .mapper.sums import PairHeader  # which is built on this module
+
+    kinds = {kind.format: kind for kind in (MapsHeader, PairHeader)}
     fields = json.loads(data)
     kind, version = kinds.get(fields.pop("format")), fields.pop("version")
     if kind is None or version != VERSION:
