@@ -93,8 +93,8 @@ def about(rows: np.ndarray, origin: np.ndarray, layer: int, what: str = "activat
 
     Raises StatisticsError naming layer, row and channel of the first value that is not finite.
     """
-    centred = np.subtract(rows, origin, dtype=np.float64)
     with np.errstate(invalid="ignore"):
+        centred = np.subtract(rows, origin, dtype=np.float64)
         total = centred.sum()  # sums of what was float32 do not overflow float64
     if not np.isfinite(total):
         finite = np.isfinite(rows)
