@@ -14,6 +14,11 @@ list(SORT RIDGE_PATCHES)
 if (NOT RIDGE_PATCH)
     set(RIDGE_PATCHES "")
 endif()
+if (RIDGE_UPSTREAM_TESTS)
+    file(GLOB RIDGE_TEST_PATCHES CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/tests/upstream/ctest/*.patch")
+    list(SORT RIDGE_TEST_PATCHES)
+    list(APPEND RIDGE_PATCHES ${RIDGE_TEST_PATCHES})
+endif()
 
 set(RIDGE_UPSTREAM_DIR "${CMAKE_BINARY_DIR}/upstream")
 
@@ -62,8 +67,8 @@ function(ridge_apply_patch dir patch_file)
             WORKING_DIRECTORY "${dir}" RESULT_VARIABLE _rc OUTPUT_VARIABLE _out ERROR_VARIABLE _out)
         if (NOT _rc EQUAL 0)
             file(REMOVE_RECURSE "${dir}")
-            get_filename_component(_name "${patch_file}" NAME)
-            message(FATAL_ERROR "ridgefill: llama.cpp/patches/${_name} does not apply to these llama.cpp sources:\n${_out}\n"
+            file(RELATIVE_PATH _name "${CMAKE_CURRENT_SOURCE_DIR}" "${patch_file}")
+            message(FATAL_ERROR "ridgefill: ${_name} does not apply to these llama.cpp sources:\n${_out}\n"
                                 "The patch is made for ${RIDGE_PIN_package} ${RIDGE_PIN_version}.")
         endif()
     endforeach()

@@ -4,7 +4,8 @@
     scripts/bench_kinds.py out/kinds.s15.input.gguf out/kinds.s15.kv.gguf --out results/bench-kinds.json
 
 A row costs the time of one ubatch of sweep 1 with these maps less the same without, over its filled rows and the layers
-from the split on. Exit status 0: maps of kind kv, where they are given with those of kind input, take at most half the time.
+from the split on. Differences of two large times scatter widely from round to round; their median does not, and the interval
+says how far. Exit status 0: maps of kind kv, where they are given with those of kind input, take at most half the time.
 """
 from __future__ import annotations
 
@@ -14,9 +15,11 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
+from scipy import stats
 
 from bench_prefill import N_UBATCH, ROOT, fill_times, requantised, text_tokens
 from machine import machine
@@ -26,24 +29,38 @@ from ridgefill.lib import Maps, Model
 console = Console()
 
 
-def measure(path: Path, files: list[Path], threads: int) -> list[dict]:
-    """Per file: microseconds of a row and layer in each round of process CPU time, and their median."""
+def of_first(times: list[float], first: list[float]) -> dict:
+    """Ratio of the medians over the rounds; percentile interval over rounds, drawn in pairs (10,000 resamples, fixed seed)."""
+    found = stats.bootstrap(
+        (times, first), lambda a, b, axis=-1: np.median(a, axis=axis) / np.median(b, axis=axis),
+        paired=True, n_resamples=10_000, method="percentile", rng=np.random.default_rng(0),
+    )
+    low, high = found.confidence_interval
+    return {"ratio": statistics.median(times) / statistics.median(first), "low": low, "high": high}
+
+
+def measure(path: Path, files: list[Path], threads: int, rounds: int) -> list[dict]:
+    """Per file: microseconds of a row and layer in each round of process CPU time, their median, and its ratio to the first's."""
     with Model(path) as model:
         maps = [Maps(model, f) for f in files]
         if len(found := {m.split for m in maps}) > 1:
             raise RidgefillError(f"maps: expected files of one split, found {', '.join(map(str, sorted(found)))}")
-        times = fill_times(model, maps, text_tokens(model, N_UBATCH + 1), threads, "cpu")
+        times = fill_times(model, maps, text_tokens(model, N_UBATCH + 1), threads, "cpu", rounds)
         about = [{"file": f.name, "split": m.split, "kind": m.kind} for f, m in zip(files, maps, strict=True)]
         for m in maps:
             m.close()
-    return [a | {"us": statistics.median(t) * 1e6, "rounds_us": [1e6 * x for x in t]} for a, t in zip(about, times, strict=True)]
+    us = [[1e6 * x for x in t] for t in times]
+    return [
+        a | {"us": statistics.median(t), "of_first": of_first(t, us[0]), "rounds_us": t} for a, t in zip(about, us, strict=True)
+    ]
 
 
 def show(results: list[dict]) -> None:
-    table = Table("kind", "split", "µs a row and layer [quartiles]", "of the first", title="Filling one row of one layer")
+    table = Table("kind", "split", "µs a row and layer [quartiles]", "of the first [95 %]", title="Filling one row of one layer")
     for r in results:
         low, _, high = statistics.quantiles(r["rounds_us"], n=4)
-        table.add_row(r["kind"], str(r["split"]), f"{r['us']:.2f} [{low:.2f}, {high:.2f}]", f"{r['us'] / results[0]['us']:.2f}")
+        of = "{ratio:.2f} [{low:.2f}, {high:.2f}]".format(**r["of_first"])
+        table.add_row(r["kind"], str(r["split"]), f"{r['us']:.2f} [{low:.2f}, {high:.2f}]", of)
     console.print(table)
 
 
@@ -51,10 +68,11 @@ def main(
     maps: Annotated[list[Path], typer.Argument(help="sidecars of one split")],
     model: Annotated[Path | None, typer.Option(help="GGUF [default: SmolLM2 as Q8_0]")] = None,
     threads: Annotated[int, typer.Option()] = 1,
+    rounds: Annotated[int, typer.Option(min=2)] = 60,
     out: Annotated[Path, typer.Option(help="JSON file")] = ROOT / "out" / "bench-kinds.json",
 ) -> None:
     path = model or requantised()
-    results = measure(path, maps, threads)
+    results = measure(path, maps, threads, rounds)
     show(results)
     out.write_text(json.dumps({"machine": machine(), "model": path.name, "threads": threads, "results": results}, indent=1) + "\n")
     us = {r["kind"]: r["us"] for r in results}

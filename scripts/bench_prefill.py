@@ -4,7 +4,8 @@
     bench_prefill.py                                  SmolLM2 as Q8_0, one thread, process CPU time
     bench_prefill.py --clock wall --threads 2         what a user waits
     bench_prefill.py --model shipped                  the Q4_1 file as shipped
-    bench_prefill.py --short                          what loaded maps cost a prompt too short to be filled
+    bench_prefill.py --short                          what loaded maps cost a prompt too short to be filled, in CPU time
+    RIDGE_BUILD=build-portable bench_prefill.py --short --instructions      the same, counted by callgrind
 
 The bound counts only work that no implementation of this split, tail and choice of rows can leave out, each part
 measured, as stock runs it:
@@ -110,14 +111,16 @@ def text_tokens(model: Model, n: int) -> list[int]:
     return tokens[:n]
 
 
-def fill_times(model: Model, maps: list[Maps], tokens: list[int], threads: int, clock: str) -> list[list[float]]:
-    """Seconds to fill one row in one upper layer, of each of `maps` (of one split) in FILL_PAIRS rounds.
+def fill_times(
+    model: Model, maps: list[Maps], tokens: list[int], threads: int, clock: str, rounds: int = FILL_PAIRS
+) -> list[list[float]]:
+    """Seconds to fill one row in one upper layer, of each of `maps` (of one split) in each round.
 
     tokens  one ubatch for sweep 1, one row for decode
     """
     times = []
     with Context(model, n_ctx=2 * N_UBATCH, n_batch=N_BATCH, n_ubatch=N_UBATCH, n_threads=threads) as ctx:
-        for i in range(FILL_PAIRS + 1):
+        for i in range(rounds + 1):
             timer, n_filled = Timer(clock), 0
             for j in range(-1, len(maps))[:: 1 if i % 2 == 0 else -1]:
                 ctx.clear()
@@ -248,6 +251,7 @@ def parse() -> argparse.Namespace:
     p.add_argument("--clock", choices=list(CLOCKS), default="cpu", help="process CPU time or wall clock (default %(default)s)")
     p.add_argument("--threads", type=int, default=1)
     p.add_argument("--short", action="store_true", help="below the minimum length: server with maps against server without")
+    p.add_argument("--instructions", action="store_true", help="with --short: count them with callgrind, on a build without AVX-512 (-DGGML_NATIVE=OFF)")
     p.add_argument("--out", type=Path, help="JSON file (default under out/)")
     args = p.parse_args()
     bad = [n for n in args.n if not args.tail < n <= N_CTX]
@@ -261,11 +265,15 @@ def main() -> int:
     path = {"q8_0": requantised, "shipped": lambda: SHIPPED}.get(args.model, lambda: Path(args.model))()
     settings = {"model": path.name, "maps": args.maps.name, "threads": args.threads, "clock": args.clock, "repeats": args.repeats}
     if args.short:
-        from bench_short import measure_short, show_short
+        import bench_short
 
-        results = measure_short(path, args.maps, console)
-        show_short(results, console)
-        name = "bench-short"
+        if args.instructions:
+            results = bench_short.count_short(path, args.maps)
+            bench_short.show_counts(results, console)
+        else:
+            results = bench_short.measure_short(path, args.maps, console)
+            bench_short.show_short(results, console)
+        name = "bench-short" + "-instructions" * args.instructions
     else:
         bench = Bench(path, args.maps, args.threads, args.clock)
         lines = [Setting(n, args.tail, rows, {"random": args.budget}.get(rows, 0.0)) for rows in args.rows for n in args.n]

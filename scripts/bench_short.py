@@ -1,8 +1,15 @@
-"""What loaded maps cost a prompt that is too short to be filled: two servers, the same prompts in turn."""
+"""What loaded maps cost a prompt that is too short to be filled: two servers, the same prompts in turn.
+
+By CPU time, or, where a shared machine is too noisy for that, by the instructions that callgrind counts.
+"""
 from __future__ import annotations
 
 import math
+import re
+import shutil
 import statistics
+import subprocess
+import tempfile
 from pathlib import Path
 
 from rich.console import Console
@@ -16,6 +23,7 @@ N_PAIRS = 20
 N_PROMPTS = 5  # a pair compares the sums of as many prompts, which the servers answer in turn: one alone is too noisy
 N_TOKENS = 400
 LIMIT = 0.02
+N_COUNTED, N_COUNTED_TOKENS, LIMIT_INSTRUCTIONS = 2, 64, 0.01  # callgrind takes minutes; what maps cost does not grow with the prompt
 
 
 def _cpu_seconds(pid: int) -> float:
@@ -23,11 +31,11 @@ def _cpu_seconds(pid: int) -> float:
     return sum(int(f.read_text().split()[0]) for f in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
-def _prompt(server: LlamaServer, i: int) -> list[int]:
+def _prompt(server: LlamaServer, i: int, n_tokens: int = N_TOKENS) -> list[int]:
     """Prompt i of a round: passages from another place on, round and round."""
     found = passages()
     at = 13 * i % len(found)
-    return server.tokenize(f"Notes, page {i}.\n\n" + "\n\n".join((found[at:] + found)[:60]))[:N_TOKENS]
+    return server.tokenize(f"Notes, page {i}.\n\n" + "\n\n".join((found[at:] + found)[:60]))[:n_tokens]
 
 
 def _one(server: LlamaServer, tokens: list[int], with_maps: bool) -> float:
@@ -59,6 +67,44 @@ def measure_short(model: Path, maps: Path, console: Console) -> dict:
     low, high = stats.t.interval(0.95, len(logs) - 1, loc=mean, scale=error)
     return {"pairs": N_PAIRS, "prompts_per_pair": N_PROMPTS, "n_tokens": N_TOKENS, "slowdown": math.expm1(mean), "low_95": math.expm1(low),
             "high_95": math.expm1(high), "limit": LIMIT, "ratios": ratios}
+
+
+def _instructions(model: Path, flags: tuple, folder: Path) -> list[int]:
+    """Of each of N_COUNTED prompts, loading and a first request left out."""
+    under = ("valgrind", "--tool=callgrind", f"--callgrind-out-file={folder}/out")
+
+    def control(flag: str) -> None:
+        subprocess.run(["callgrind_control", flag, str(server.process.pid)], check=True, capture_output=True, timeout=300)
+
+    with LlamaServer("-m", model, "-c", 2048, "-np", 1, "-t", 1, "--no-warmup", *flags, start_s=1800, under=under) as server:
+        server.complete("Hello", n_predict=1)
+        counts = []
+        for i in range(N_COUNTED):
+            tokens = _prompt(server, i, N_COUNTED_TOKENS)
+            control("--zero")
+            server.complete(tokens, n_predict=1)
+            control("--dump")
+            dump = max(folder.glob("out.*"), key=lambda f: int(f.suffix[1:]))
+            counts.append(sum(map(int, re.findall(r"^(?:totals|summary): (\d+)", dump.read_text(errors="replace"), re.M)[:1])))
+    return counts
+
+
+def count_short(model: Path, maps: Path) -> dict:
+    """Instructions of a prompt with maps loaded, over those of the same prompt without; callgrind knows no AVX-512."""
+    if not shutil.which("callgrind_control"):
+        raise ServerError("expected valgrind, found none: install it (Debian: apt-get install valgrind)")
+    counts = {}
+    for name, flags in (("stock", ()), ("ridge", ("--ridge-maps", maps))):
+        with tempfile.TemporaryDirectory() as folder:
+            counts[name] = _instructions(model, flags, Path(folder))
+    more = [r / s - 1 for r, s in zip(counts["ridge"], counts["stock"], strict=True)]
+    return {"n_tokens": N_COUNTED_TOKENS, "instructions": counts, "more": more, "limit": LIMIT_INSTRUCTIONS}
+
+
+def show_counts(r: dict, console: Console) -> None:
+    verdict = "within" if max(r["more"]) < r["limit"] else "NOT within"
+    console.print(f"{len(r['more'])} prompts of {r['n_tokens']} tokens: with maps loaded {', '.join(f'{100 * m:+.3f}' for m in r['more'])} % "
+                  f"instructions: {verdict} {100 * r['limit']:.0f} %")
 
 
 def show_short(r: dict, console: Console) -> None:

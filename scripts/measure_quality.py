@@ -6,8 +6,8 @@
     scripts/measure_quality.py --sets digits --facts-arms exact,fill-S15,fill-S15+digits,fill-S15+random
 
 Sets: `loss` (tokens after a prefix of P rows, one window per document), `digits` and `words` (facts of a number or of words,
-in chat prompts). Arms are written MODE[-SPLIT[:KIND]][+ROWS]: exact, cut (context cut to the tail), nofill-S15, identity-S19,
-fill-S19, fill-S19:kv, fill-S15+digits, fill-S15+random (as many rows as digits selects). A run that was stopped goes on where it was.
+in chat prompts). Arms are written MODE[-SPLIT[:KIND]][+ROWS]: exact, cut (context cut to the tail), nofill-S15, identity-S20,
+fill-S20, fill-S20:kv, fill-S15+digits, fill-S15+random (as many rows as digits selects). A run that was stopped goes on where it was.
 
 Exit status: 0 when every criterion holds that the chosen sets and arms allow to check, 1 when one does not, 2 when the
 measurement itself failed.
@@ -15,17 +15,14 @@ measurement itself failed.
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "python"))
@@ -33,108 +30,37 @@ sys.path.insert(0, str(ROOT / "python"))
 from machine import machine
 from ridgefill import __version__, lib
 from ridgefill.errors import RidgefillError
-from ridgefill.evaluation import Arm, Engine, EvaluationError, facts, loss, report, texts
+from ridgefill.evaluation import Arm, facts, prompts, report, texts
 from ridgefill.evaluation.journal import Journal
-from ridgefill.model_file import file_sha256
+from ridgefill.evaluation.study import Settings, Study
+from ridgefill.progress import progress
 
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
-MAPS = [ROOT / "models" / f"smollm2-135m-instruct.s{s}.q8_0.ridge.gguf" for s in (19, 15)]
-DEEP, SHALLOW = 19, 15  # splits above and below the layer that carries recall in this model
-SETS = ("loss", "digits", "words")
-LOSS_ARMS = "exact,cut,fill-S19,identity-S19,fill-S15,identity-S15,nofill-S15"
-FACTS_ARMS = "exact,fill-S19,fill-S15,fill-S15+digits,fill-S15+random"
+MAPS = [ROOT / "models" / f"smollm2-135m-instruct.s{s}.q8_0.ridge.gguf" for s in (20, 15)]
+DEEP, SHALLOW = 20, 15  # splits above and below the layer that carries recall in this model
+SETS = "loss,digits,words"
+LOSS_ARMS = "exact,cut,fill-S20,identity-S20,fill-S15,identity-S15,nofill-S15"
+FACTS_ARMS = "exact,fill-S20,fill-S15,fill-S15+digits,fill-S15+random"
 OUT, OUT_REDUCED = Path("results/quality-smollm2.json"), Path("out/quality-reduced.json")
 FILLER = ",".join(facts.FILLER_SOURCES)
-N_SINK = 4
 
 console = Console()
 
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """Sizes of a measurement; rows and tokens are counts.
-
-    documents, prefix, tail, scored   loss: windows, P, T, tokens scored in each
-    facts, fact_rows, fact_tail       facts: items, rows of a prompt, T
-    filler                            sources of the text around the facts
-    """
-
-    documents: int = 24
-    prefix: int = 2048
-    tail: int = 256
-    scored: int = 256
-    facts: int = 48
-    fact_rows: int = 1024
-    fact_tail: int = 128
-    filler: str = FILLER
-    seed: int = 1
-    loss_arms: str = LOSS_ARMS
-    facts_arms: str = FACTS_ARMS
-
-    def arms(self, what: str) -> list[Arm]:
-        return [Arm.parse(name) for name in (self.loss_arms if what == "loss" else self.facts_arms).split(",")]
-
-    @property
-    def n_ctx(self) -> int:
-        return max(self.prefix + self.scored, self.fact_rows + facts.N_ANSWER) + 16
-
-
+SIZES = {"documents": 24, "loss_arms": LOSS_ARMS, "item_arms": FACTS_ARMS, "sources": FILLER}
 REDUCED = {
     "documents": 6,
     "prefix": 640,
     "tail": 96,
     "scored": 96,
-    "facts": 8,
-    "fact_rows": 512,
-    "fact_tail": 96,
-    "loss_arms": "exact,fill-S19,identity-S19",
-    "facts_arms": "exact,fill-S19,fill-S15,fill-S15+digits",
+    "items": 8,
+    "rows": 512,
+    "item_tail": 96,
+    "loss_arms": "exact,fill-S20,identity-S20",
+    "item_arms": "exact,fill-S20,fill-S15,fill-S15+digits",
 }
 
 # a few items cannot tell .95 from .85: these bounds tell a working fill from a broken one
 REDUCED_BOUNDS = report.Bounds(n_documents=6, n_facts=8, loss=0.06, times=2.0, recall=0.85, kept=0.70, lost=0.25)
-
-
-def measure(items: Sequence, name: Callable, run: Callable, journal: Journal, title: str) -> list[dict]:
-    """Records of all items, those in the journal taken from it, in the order of the items."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    records = []
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        for item in progress.track(items, description=title):
-            key = f"{title} {name(item)}"
-            records += journal.of(key, lambda item=item: run(item))
-            if not console.is_terminal:
-                console.print(f"{key}: done", highlight=False)
-    return records
-
-
-def make_items(model: lib.Model, s: Settings, docs: Sequence, what: str) -> list:
-    """Windows or facts of one set; nothing runs yet."""
-    if what == "loss":
-        return texts.windows(model, texts.spread(docs, s.documents), s.prefix, s.scored, s.seed)
-    filler = [d for d in docs if d.source.split()[0] in s.filler.split(",")]
-    if not filler:
-        known = ", ".join(sorted({d.source.split()[0] for d in docs}))
-        raise EvaluationError(f"filler: expected sources among {known}, found {s.filler}")
-    return facts.make_items(model, filler, what, s.facts, s.seed, s.fact_rows, s.fact_tail, N_SINK)
-
-
-def measure_loss(engine: Engine, s: Settings, windows: Sequence, journal: Journal) -> dict:
-    arms = s.arms("loss")
-    records = measure(
-        windows, lambda w: w.document, lambda w: loss.score_window(engine, arms, w, s.tail, s.seed), journal, "loss"
-    )
-    pairs = [report.compare_loss(records, a.name, b.name) for a, b in report.kind_pairs(arms)]
-    return {"items": records, "summary": report.summarise_loss(records), "pairs": pairs}
-
-
-def measure_facts(engine: Engine, s: Settings, items: Sequence, journal: Journal, kind: str) -> dict:
-    arms = s.arms(kind)
-    records = measure(items, lambda i: i.seed, lambda i: [facts.ask(engine, arm, i) for arm in arms], journal, kind)
-    found = {"items": records, "summary": report.summarise_facts(records)}
-    pairs = [(a.name, Arm(a.mode, a.split, "random").name) for a in arms if a.rows == "digits"]
-    found["pairs"] = [report.compare_facts(records, a, b) for a, b in pairs if b in found["summary"]]
-    return found
 
 
 def check(found: dict, reduced: bool) -> tuple[list[report.Criterion], list[str]]:
@@ -163,53 +89,30 @@ def show(found: dict, criteria: Sequence[report.Criterion], skipped: Sequence[st
         console.print(report.loss_table(found["loss"]["summary"], "Loss on real text [95 % over documents]"))
         if found["loss"]["pairs"]:
             console.print(report.pairs_table(found["loss"]["pairs"], "Kinds of maps, paired by document"))
-    for kind in ("digits", "words"):
-        if kind in found:
+    for kind in found:
+        if kind != "loss":
             console.print(report.facts_table(found[kind]["summary"], f"Facts made of {kind}"))
-        for p in found.get(kind, {}).get("pairs", ()):
-            console.print(f"{p['a']} alone {p['only_a']}, {p['b']} alone {p['only_b']}: McNemar p = {p['p']:.2g}")
+            for p in found[kind]["pairs"]:
+                console.print(f"{p['a']} alone {p['only_a']}, {p['b']} alone {p['only_b']}: McNemar p = {p['p']:.2g}")
     if criteria:
         console.print(report.criteria_table(criteria))
     for line in skipped:
         console.print(f"not checked: {line}", highlight=False)
 
 
-def evaluate(
-    model_path: Path,
-    map_paths: Sequence[Path],
-    text: Path,
-    sets: Sequence[str],
-    s: Settings,
-    reduced: bool,
-    threads: int,
+def measure(
+    model_path: Path, map_paths: Sequence[Path], text: Path, sets: Sequence[str], s: Settings, reduced: bool, threads: int,
     journal_path: Path,
-) -> dict:
+) -> dict:  # fmt: skip
     """Measure and return the whole result; raises RidgefillError where that is not possible."""
-    if unknown := set(sets) - set(SETS):
-        raise EvaluationError(f"sets: expected some of {', '.join(SETS)}, found {', '.join(sorted(unknown))}")
-    wanted = {a.split for what in sets for a in s.arms(what) if a.mode == "fill"}
+    wanted = {a.split for what in sets for a in s.arms(what) if a.needs_maps}
     docs = texts.documents(text)
     with lib.Model(model_path) as model:
         maps = sorted((lib.Maps(model, p) for p in map_paths), key=lambda m: (m.split, m.kind))
         maps = [m for m in maps if m.split in wanted]
-        about = {
-            "model": {"file": model_path.name, "sha256": file_sha256(model_path), "file_type": model.meta("general.file_type")},
-            "maps": [{"split": m.split, "kind": m.kind, "file": Path(m.path).name, "hash": m.hash} for m in maps],
-            "text": hashlib.sha256("".join(d.text for d in docs).encode()).hexdigest(),
-            "settings": dataclasses.asdict(s) | {"n_sink": N_SINK, "n_answer": facts.N_ANSWER, "reduced": reduced},
-        }
-        found = {}
-        with Engine(model, maps, s.n_ctx, n_threads=threads, n_sink=N_SINK) as engine:
-            # everything that can be refused is refused before the first item runs
-            engine.require([a for what in sets for a in s.arms(what)])
-            items = {what: make_items(model, s, docs, what) for what in sets}
-            journal = Journal(journal_path, about)
-            for what in sets:
-                found[what] = (
-                    measure_loss(engine, s, items[what], journal)
-                    if what == "loss"
-                    else measure_facts(engine, s, items[what], journal, what)
-                )
+        with Study(model, maps, docs, sets, s, threads) as study, progress(False) as bars:
+            about = study.about | {"reduced": reduced}
+            found = study.run(Journal(journal_path, about), bars)
         for m in maps:
             m.close()
     criteria, skipped = check(found, reduced)
@@ -231,6 +134,7 @@ def main(
     reduced: Annotated[bool, typer.Option(help="a small measurement with the same criteria")] = False,
     documents: Annotated[int | None, typer.Option(help="documents of the loss")] = None,
     n_facts: Annotated[int | None, typer.Option("--facts", help="facts of each kind")] = None,
+    fact_rows: Annotated[int | None, typer.Option(help=f"most rows of a prompt with a fact, at most {prompts.SLACK} fewer")] = None,
     loss_arms: Annotated[str | None, typer.Option(help="arms of the loss")] = None,
     facts_arms: Annotated[str | None, typer.Option(help="arms of the facts")] = None,
     filler: Annotated[str | None, typer.Option(help="sources of the text around facts, e.g. handbook,reference,jargon")] = None,
@@ -242,20 +146,22 @@ def main(
 ) -> None:
     chosen = {
         "documents": documents,
-        "facts": n_facts,
+        "items": n_facts,
+        "rows": fact_rows,
         "loss_arms": loss_arms,
-        "facts_arms": facts_arms,
-        "filler": filler,
+        "item_arms": facts_arms,
+        "sources": filler,
         "seed": seed,
     }
-    settings = Settings(**((REDUCED if reduced else {}) | {k: v for k, v in chosen.items() if v is not None}))
-    names = (sets or ("loss,digits" if reduced else ",".join(SETS))).split(",")
+    sizes = SIZES | (REDUCED if reduced else {}) | {k: v for k, v in chosen.items() if v is not None}
+    names = (sets or ("loss,digits" if reduced else SETS)).split(",")
     out = out or ROOT / (OUT_REDUCED if reduced else OUT)
     journal = out.with_suffix(".journal.jsonl")
     if fresh:
         journal.unlink(missing_ok=True)
     try:
-        result = evaluate(model, maps, text, names, settings, reduced, threads, journal)
+        settings = Settings(**{k: tuple(v.split(",")) if isinstance(v, str) else v for k, v in sizes.items()})
+        result = measure(model, maps, text, names, settings, reduced, threads, journal)
     except RidgefillError as e:
         console.print(f"measure_quality: {e}", style="red", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None

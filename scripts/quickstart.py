@@ -23,12 +23,12 @@ from rich.progress import Progress
 from rich.table import Table
 
 from filler import passages
-from llama_server import Answer, LlamaServer, ServerError
+from llama_server import Answer, LlamaServer, ServerError, check_arm
 from machine import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
-MAPS = ROOT / "models" / "smollm2-135m-instruct.s19.q8_0.ridge.gguf"
+MAPS = ROOT / "models" / "smollm2-135m-instruct.s20.q8_0.ridge.gguf"
 
 MIN_RATIO = 1.15
 N_TOKENS = 6000
@@ -107,15 +107,6 @@ class Result:
         return self.exact_recalls and self.filled_recalls and self.fact_filled and self.ratio >= MIN_RATIO
 
 
-def check_arm(arm: str, answer: Answer, prompt: Prompt) -> None:
-    """Nothing was reused, and the server did what was asked. Raises ServerError otherwise."""
-    if answer.timings["prompt_n"] != len(prompt.tokens):
-        raise ServerError(f"{arm}: expected {len(prompt.tokens)} prompt tokens processed, found {answer.timings['prompt_n']}")
-    filled = answer.ridge.get("filled", 0)
-    if (arm == "fill") != (filled > 0):
-        raise ServerError(f"{arm}: {filled} filled rows, reason: {answer.ridge.get('reason')!r}")
-
-
 def fact_is_filled(prompt: Prompt, ridge: dict, n_sink: int) -> bool:
     """Filled rows are all but sinks, tail and chosen rows; without chosen rows the counts say which they are."""
     first, end = n_sink, len(prompt.tokens) - ridge["tail"]
@@ -132,7 +123,7 @@ def run_seed(server: LlamaServer, seed: int, repeats: int, n_tail: int, n_sink: 
             break
         for arm in ("off", "fill") if i % 2 == 0 else ("fill", "off"):
             answer = server.complete(prompt.tokens, ridge={"mode": arm})
-            check_arm(arm, answer, prompt)
+            check_arm(arm, answer, len(prompt.tokens))
             answers[arm].append(answer)
             tick()
     for arm, given in answers.items():
@@ -181,7 +172,8 @@ def show_many(results: list[Result]) -> bool:
                   f"ratio {min(r.ratio for r in results):.2f}x to {max(r.ratio for r in results):.2f}x")
     if slow:
         console.print(f"below {MIN_RATIO}x: seeds {slow}")
-    return not slow and not outside and n_filled >= n_exact - 1
+    forgiven = 1 if len(results) >= 10 else 0  # of ten facts the filled runs may miss one that exact finds
+    return not slow and not outside and n_exact > 0 and n_filled >= n_exact - forgiven
 
 
 def save(path: Path, results: list[Result], settings: dict) -> None:
@@ -219,9 +211,7 @@ def main() -> int:
     settings = {"model": MODEL.name, "maps": args.maps.name, "threads": os.cpu_count(), "context": 8192, "repeats": args.repeats}
     results = []
     with LlamaServer("-m", MODEL, "--ridge-maps", args.maps, "-c", 8192, "-np", 1, "-t", os.cpu_count()) as server:
-        ridge = server.get("/props").get("ridge") or {}
-        if "tail" not in ridge:
-            raise ServerError(f"the server runs without maps:\n{server.log_tail()}")
+        ridge = server.loaded_maps()
         server.complete("Hello", n_predict=4)  # the first request pages the weights in
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("exact and filled in turn", total=2 * args.repeats * len(args.list))

@@ -67,8 +67,31 @@ def short(record: dict, _part: str) -> str:
             f"[{100 * r['low_95']:+.2f}, {100 * r['high_95']:+.2f}] %.")
 
 
-def _interval(e: dict) -> str:
-    return f"{e['value']:+.3f} [{e['low']:+.3f}, {e['high']:+.3f}]"
+def counted(record: dict, _part: str) -> str:
+    r = record["results"]
+    more = ", ".join(f"{100 * m:+.3f}" for m in r["more"])
+    return f"{record['settings']['model']}, {len(r['more'])} prompts of {r['n_tokens']} tokens, each with maps loaded over the same without: {more} % instructions."
+
+
+def _interval(e: dict, digits: int = 3) -> str:
+    return f"{e['value']:+.{digits}f} [{e['low']:+.{digits}f}, {e['high']:+.{digits}f}]"
+
+
+def serve(record: dict, _part: str) -> str:
+    rows, notes = [], []
+    for r in record["results"]:
+        for arm, a in r["arms"].items():
+            gaps = [f"{a['gaps_ms'][k] / 1000:.2f} s" for k in ("p50", "p95", "p99", "longest")]
+            ttft = {k: v / 1000 for k, v in a["ttft_ms"].items()}
+            rows.append([str(r["users"]), arm, _spread(ttft), _spread(a["tokens_per_s"]), *gaps, f"{a['tokens_equal']:,} of {a['tokens_compared']:,}"])
+        c = r["comparison"]
+        seconds = {gap: _interval({k: v / 1000 for k, v in c[f"{gap}_gap_difference_ms"].items()}, 2) for gap in ("p99", "longest")}
+        notes.append(f"{r['users']} users, {r['newcomers']} newcomers: first token {c['ttft_ratio']['value']:.2f} [{c['ttft_ratio']['low']:.2f}, "
+                     f"{c['ttft_ratio']['high']:.2f}] times sooner; fill less off, gap p99 {seconds['p99']} s, longest {seconds['longest']} s.")
+    s = record["settings"]
+    head = ["users", "newcomer's prompt", "first token, s", "users' tokens/s", "gap p50", "p95", "p99", "longest", "users' tokens as without newcomer"]
+    return _table(head, rows) + "\n\n" + " ".join(notes) + (
+        f" Medians [min, max], 95 % intervals. {record['model']}, prompts of {s['tokens']:,} tokens, {s['threads']} threads; {_machine(record)}.")
 
 
 def quality(record: dict, part: str) -> str:
@@ -82,7 +105,7 @@ def quality(record: dict, part: str) -> str:
     return _table(["arm", "recalled", "95 %", "filled rows", "rows chosen to be exact"], rows)
 
 
-RENDER: dict[str, Callable[[dict, str], str]] = {"quickstart": quickstart, "bench-short": short, "bench": bench, "quality": quality}
+RENDER: dict[str, Callable[[dict, str], str]] = {"quickstart": quickstart, "bench-short-instructions": counted, "bench-short": short, "bench-serve": serve, "bench": bench, "quality": quality}
 
 
 def render(text: str, root: Path) -> str:

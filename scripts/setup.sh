@@ -2,7 +2,7 @@
 # Set up: .venv, Python packages (no torch), and the build in build/. Run it again at any time; it does what is missing.
 #
 #   scripts/setup.sh [--stock] [--test]
-#     --stock   also build the unpatched libllama in build-stock/ (the reference of the tests)
+#     --stock   also build the unpatched libllama and tools in build-stock/ (the reference of the tests)
 #     --test    also install what the tests need (pytest, ...)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

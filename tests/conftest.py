@@ -11,11 +11,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 import pico
 
 ROOT = Path(__file__).resolve().parents[1]
+
+hypothesis.settings.register_profile("any machine", deadline=None)  # a busy one is slow now and then
+hypothesis.settings.load_profile("any machine")
+
+
+def pytest_collection_modifyitems(items) -> None:
+    """`pytest -k field_report_12_` runs the tests of row 12 of the field reports (test_field_reports.py)."""
+    for item in items:
+        item.extra_keyword_matches.update(f"field_report_{mark.args[0]}_" for mark in item.iter_markers("field_report"))
 
 
 def _library(folder: Path, make: str) -> Path:

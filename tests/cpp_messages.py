@@ -24,8 +24,8 @@ _SEPARATORS = {",", ";", "?", ":", "=", "return", "throw", "==", "!="}
 
 # calls whose literals are no messages: what --help says of flags, and the title over them
 _NOT_IN = {"common_arg", "print_section"}
-# JSON, the text format of /metrics, and the prefix that a log macro puts before its message
-_NOT_LIKE = re.compile(r'": |^# (HELP|TYPE) |^llamacpp:|^slot \{\}: id \{\} \|')
+# JSON, the text format of /metrics, the prefix that a log macro puts before its message, and the title that llama-bench prints
+_NOT_LIKE = re.compile(r'": |^# (HELP|TYPE) |^llamacpp:|^slot \{\}: id \{\} \||^ridge parameters:$')
 
 Group = list  # of (kind, text) and groups
 

@@ -14,13 +14,9 @@ from collections.abc import Callable
 import gguf
 import numpy as np
 
-ARCHS = ("llama", "qwen2", "qwen3", "qwen3moe", "mistral3")
+from ridgefill.pico.recipes import CHAT_TEMPLATE, SPECIAL
 
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+ARCHS = ("llama", "qwen2", "qwen3", "qwen3moe", "mistral3")
 
 # merges in the order a trained BPE would apply them; words of two and three merges, so that pieces differ in length
 _PAIRS = "t h;th e;Ġ the;i n;in g;a n;an d;Ġ and;o u;e r;r e;o n;Ġ a;Ġ s;Ġ w;o r;e n;a t;i s;Ġ is;Ġ c;Ġ f;Ġ o;Ġo f;i t".split(";")
@@ -49,6 +45,27 @@ class Shape:
         return self.n_ff or 2 * self.width
 
 
+@dataclasses.dataclass(frozen=True)
+class Tokenizer:
+    """What a pico model's tokenizer has besides the bytes, SPECIAL and the merges of all pico models."""
+
+    merges: tuple[str, ...] = ()
+    special: tuple[str, ...] = ()  # further control tokens
+    add_bos: bool = False
+
+    def vocabulary(self) -> tuple[list[str], list[int], list[str]]:
+        """Token texts, token types and merges; padded to a multiple of 32 so that the output matrix can be quantised."""
+        merges = [*_PAIRS, *self.merges]
+        normal = [*byte_alphabet(), *(p.replace(" ", "") for p in merges)]
+        texts = [*SPECIAL, *normal, *self.special]
+        n_pad = -len(texts) % 32
+        texts += [f"<pad{i}>" for i in range(n_pad)]
+        control, unused = gguf.TokenType.CONTROL, gguf.TokenType.UNUSED
+        types = [control] * len(SPECIAL) + [gguf.TokenType.NORMAL] * len(normal)
+        types += [control] * len(self.special) + [unused] * n_pad
+        return texts, [int(t) for t in types], merges
+
+
 def byte_alphabet() -> list[str]:
     """The 256 printable stand-ins of byte-level BPE, in byte order (GPT-2's convention)."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -57,16 +74,6 @@ def byte_alphabet() -> list[str]:
         table[b] = chr(b) if b in plain else chr(256 + extra)
         extra += b not in plain
     return [table[b] for b in range(256)]
-
-
-def vocabulary() -> tuple[list[str], list[int], list[str]]:
-    """Token texts, token types and merges; padded to a multiple of 32 so that the output matrix can be quantised."""
-    texts = [*SPECIAL, *byte_alphabet(), *(p.replace(" ", "") for p in _PAIRS)]
-    types = [gguf.TokenType.CONTROL] * len(SPECIAL) + [gguf.TokenType.NORMAL] * (len(texts) - len(SPECIAL))
-    n_pad = -len(texts) % 32
-    texts += [f"<pad{i}>" for i in range(n_pad)]
-    types += [gguf.TokenType.UNUSED] * n_pad
-    return texts, [int(t) for t in types], list(_PAIRS)
 
 
 def _write_hparams(w: gguf.GGUFWriter, arch: str, s: Shape, temperature: bool) -> None:
@@ -94,8 +101,8 @@ def _write_hparams(w: gguf.GGUFWriter, arch: str, s: Shape, temperature: bool) -
         w.add_attn_temperature_scale(0.1)
 
 
-def _write_tokenizer(w: gguf.GGUFWriter) -> None:
-    texts, types, merges = vocabulary()
+def _write_tokenizer(w: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
+    texts, types, merges = tokenizer.vocabulary()
     w.add_tokenizer_model("gpt2")
     w.add_tokenizer_pre("smollm")
     w.add_token_list(texts)
@@ -104,7 +111,7 @@ def _write_tokenizer(w: gguf.GGUFWriter) -> None:
     w.add_bos_token_id(1)
     w.add_eos_token_id(2)
     w.add_pad_token_id(0)
-    w.add_add_bos_token(False)
+    w.add_add_bos_token(tokenizer.add_bos)
     w.add_chat_template(CHAT_TEMPLATE)
 
 
@@ -136,7 +143,7 @@ def _write_layer(add: Callable, noise: Callable, arch: str, s: Shape, il: int) -
 
 
 def build(path: str | os.PathLike, arch: str, *, ftype: str = "f32", seed: int = 0, temperature: bool = False,
-          **shape) -> str:
+          tokenizer: Tokenizer = Tokenizer(), change: Callable[[str, np.ndarray], None] = lambda *_: None, **shape) -> str:
     """Write a random model and return its path.
 
     path        the file to write
@@ -144,6 +151,7 @@ def build(path: str | os.PathLike, arch: str, *, ftype: str = "f32", seed: int =
     ftype       type of the matrices: "f32", "f16" or "q8_0"; norms, biases and MoE routers stay f32, as in every GGUF
     seed        of the weights
     temperature mistral3 only: position-dependent attention scale (and YaRN, which carries its constant)
+    change      called with the name and the values of each tensor, which it may change in place
     shape       fields of Shape: head=64|32, n_layer, n_embd, n_head, n_head_kv, ...
 
     Raises ValueError for an architecture, a type or a shape that the graph cannot hold.
@@ -169,14 +177,15 @@ def build(path: str | os.PathLike, arch: str, *, ftype: str = "f32", seed: int =
 
     def add(name: str, value: np.ndarray) -> None:
         value = np.ascontiguousarray(value, dtype=np.float32)
+        change(name, value)
         kept = value.ndim == 1 or name.endswith("ffn_gate_inp.weight")
         kind = gguf.GGMLQuantizationType.F32 if kept else types[ftype]
         w.add_tensor(name, gguf.quantize(value, kind), raw_dtype=kind)
 
     _write_hparams(w, arch, s, temperature)
     w.add_file_type(int(files[ftype]))
-    _write_tokenizer(w)
-    n_vocab = len(vocabulary()[0])
+    _write_tokenizer(w, tokenizer)
+    n_vocab = len(tokenizer.vocabulary()[0])
     add("token_embd.weight", noise(n_vocab, s.width, np.sqrt(s.width)))
     for il in range(s.n_layer):
         _write_layer(add, noise, arch, s, il)

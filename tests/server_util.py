@@ -43,7 +43,17 @@ class Server(llama_server.LlamaServer):
             fixed.append("--no-kv-unified")
         if maps is not None:
             fixed += ["--ridge-maps", maps, "--ridge-tail", TAIL]
+        self.answered: dict[str, dict] = {}
         super().__init__(*fixed, "--metrics", *arguments)
+
+    def __exit__(self, kind, *_) -> None:
+        """Whatever a test asked is asked once more, of whatever the test left in the cache: it must be answered again."""
+        try:
+            if kind is None and self.process.poll() is None:
+                for body in list(self.answered.values())[-8:]:
+                    self.post("/completion", body | {"n_predict": 1})
+        finally:
+            super().__exit__(kind, *_)
 
     def log_text(self) -> str:
         return Path(self.log.name).read_text(errors="replace")
@@ -57,8 +67,10 @@ class Server(llama_server.LlamaServer):
         ridge = fields.pop("ridge", {})
         if mode is not None:
             ridge = {"mode": mode, **ridge}
-        body = {"prompt": prompt, **GREEDY, **fields}
-        return self.post("/completion", body | ({"ridge": ridge} if ridge else {}))
+        body = {"prompt": prompt, **GREEDY, **fields} | ({"ridge": ridge} if ridge else {})
+        answer = self.post("/completion", body)
+        self.answered[json.dumps(body)] = body
+        return answer
 
     def error(self, path: str, body: dict) -> tuple[int, str]:
         """Status and message of a request that must fail."""
@@ -72,19 +84,11 @@ class Server(llama_server.LlamaServer):
     @contextmanager
     def stream(self, prompt=None, mode: str | None = None, path: str = "/completion", **fields) -> Iterator[Iterator[dict]]:
         """Events of a streamed request. Leaving the block early closes the connection, as a client that goes away."""
-        body = {"prompt": prompt, **GREEDY, "stream": True, **fields}
+        body = {"prompt": prompt, **GREEDY, **fields}
         if mode is not None:
             body["ridge"] = {"mode": mode}
-        c = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        c.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-        r = c.getresponse()
-        assert r.status == 200, r.read()
-        try:
-            yield (json.loads(line[6:]) for line in r if line.startswith(b"data: {"))
-        finally:
-            # the response holds the socket too
-            r.close()
-            c.close()
+        with self.stream_events(body, path) as events:
+            yield events
 
     def slots(self) -> list[dict]:
         return self.get("/slots")

@@ -374,6 +374,18 @@ def write_lora(path: Path | str, *, arch: str, n_embd: int, rank: int = 4, scale
     return Path(path)
 
 
+def write_control_vector(path: Path | str, *, arch: str, n_embd: int) -> Path:
+    """A control vector for layer 5, all zero."""
+    w = gguf.GGUFWriter(path, "controlvector")
+    w.add_string("controlvector.model_hint", arch)
+    w.add_tensor("direction.5", np.zeros(n_embd, np.float32))
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+    return Path(path)
+
+
 def wrong_architecture(raw: RawGguf) -> None:
     raw.set("general.architecture", "qwen3" if raw.kv("general.architecture").values[0] == b"llama" else "llama")
 

@@ -134,6 +134,7 @@ def test_a_fill_is_the_fill_of_the_library(llm, model, maps, prompt, mode, rows)
 
 @pytest.mark.parametrize("mode", ["off", "plumb"])
 @pytest.mark.parametrize("before", MODES)
+@pytest.mark.field_report(1, "llama_prefill.py", "self._ridge_cells.first_filled(0 if pure_only else len(tokens) - tail)", "self._ridge_cells.first_filled(len(tokens) - tail)")
 def test_exact_after_filled_equals_a_fresh_object(llm, prompt, exact, filled, before, mode):
     assert same(answer(llm, prompt, ridge_mode=before), filled[before]) and counts(llm)[0] > 0
     assert not same(filled[before], exact)
@@ -188,6 +189,7 @@ def test_seed_chooses_the_random_rows(llm, prompt):
 #
 
 
+@pytest.mark.field_report(10, "llama_prefill.py", "pure_only = bool(reason) or self._ridge_cells.made_by", "pure_only = True or self._ridge_cells.made_by")
 def test_filled_twice_is_reused(llm, prompt, filled):
     answer(llm, prompt)
     again = answer(llm, prompt)
@@ -335,6 +337,7 @@ def test_no_history_leaks_fills_into_exact_answers(make, texts, tmp_path, seed):
 
 
 @pytest.mark.parametrize("mode", ["off", "fill", "identity"])
+@pytest.mark.field_report(31, "llama.py", 'self._ridge_cells = getattr(state, "ridge_cells", Cells())', "self._ridge_cells = Cells()")
 def test_save_load_continue_equals_uninterrupted(make, prompt, mode):
     whole = make(ridge_mode=mode)
     tokens, logits = answer(whole, prompt, n=20)
@@ -351,6 +354,7 @@ def test_save_load_continue_equals_uninterrupted(make, prompt, mode):
     assert second.save_state().llama_state == whole.save_state().llama_state
 
 
+@pytest.mark.field_report(2, "llama_prefill.py", 'return f"{maps.hash}/{maps.kind}', "return f\"{maps.path.rpartition('/')[2]}/{maps.kind}")
 def test_state_knows_its_filled_rows_by_content(make, model, maps, prompt, exact, tmp_path):
     """A copy of the maps under another name reuses the rows, other maps under the same name do not, an exact prompt never."""
     first = make()
@@ -381,6 +385,7 @@ def test_a_pure_state_replaces_what_was_known(llm, prompt, exact):
     assert counts(llm) == (0, 1, N - 1, "off") and again[0] == exact[0]
 
 
+@pytest.mark.field_report(4, "llama.py", "self.reset()  # it may be half written", "pass")
 def test_a_state_that_is_refused_leaves_an_empty_cache(llm, prompt, exact):
     answer(llm, prompt)
     state = llm.save_state()

@@ -75,6 +75,7 @@ def test_exact_rows_are_not_put_behind_filled_ones(llm, prompt, texts):
     assert counts(llm) == (0, 10, 0, "off")
 
 
+@pytest.mark.field_report(24, "options.py", "if name not in CALL_KEYWORDS:", "if False:")
 def test_every_call_takes_the_keywords(llm, prompt, texts):
     text = llm.detokenize(prompt).decode("utf-8", "replace")
     calls = {
@@ -115,6 +116,7 @@ def test_a_stream_keeps_the_options_of_its_call(llm, prompt, texts):
     assert seen == [("off", False), ("identity", True), ("fill", True), ("nofill", True), ("fill", True)]
 
 
+@pytest.mark.field_report(11, "llama.py", '"multimodal" if images else None', "None")
 def test_a_chat_handler_of_images_gets_exact_prompts(make, prompt):
     import llama_cpp
     from llama_cpp.llama_chat_format import MTMDChatHandler
@@ -160,6 +162,7 @@ def test_pickle_keeps_the_options(make, prompt):
 #
 
 
+@pytest.mark.field_report(24, "options.py", 'if name.startswith("ridge") or near:', "if False:")
 def test_misspelt_keywords_of_a_new_object_raise(model, make):
     for wrong, near in (("ridge_mpas", "ridge_maps"), ("rigde_maps", "ridge_maps"), ("ridgemode", "ridge_mode"), ("ridge", None)):
         with pytest.raises(TypeError, match=f"unknown keyword '{wrong}'") as e:
@@ -186,6 +189,7 @@ def test_values_out_of_range_are_named(llm, make, prompt, keywords, message):
             call()
 
 
+@pytest.mark.field_report(30, "llama_prefill.py", 'if self._ridge_path is not None and kwargs.get("embedding"):', "if False:")
 def test_what_cannot_go_together_is_refused(make, maps, monkeypatch):
     noise = []
     monkeypatch.setattr(sys, "unraisablehook", noise.append)
@@ -219,6 +223,7 @@ def test_maps_of_another_model_are_refused(make, pico_model, tmp_path, prompt, e
     assert llm.ridge_props["reason"] == "refused" and "qwen3" in llm.ridge_props["message"]
 
 
+@pytest.mark.field_report(29, "llama_prefill.py", "if self.lora_path:", "if False:")
 def test_under_a_lora_prompts_run_exactly(make, model, maps, tmp_path, prompt, exact):
     lora = sidecar_files.write_lora(tmp_path / "lora.gguf", arch="llama", n_embd=256)
     with pytest.warns(RuntimeWarning, match=r"\(lora\)"):
@@ -226,6 +231,7 @@ def test_under_a_lora_prompts_run_exactly(make, model, maps, tmp_path, prompt, e
     exact_with_reason(llm, prompt, exact, "lora", "fitted without it")
 
 
+@pytest.mark.field_report(29, "llama-ridge-prefill.cpp", "if (llama_ridge_access::has_lora(*ctx) || llama_ridge_access::has_cvec(*ctx)) {", "if (false) {")
 def test_a_lora_set_behind_our_back_runs_exactly(make, model, tmp_path, prompt, exact):
     import llama_cpp
 
@@ -305,8 +311,9 @@ def code_blocks() -> list[str]:
 
 
 def test_the_example_runs(model, maps, tmp_path, monkeypatch, capsys, texts):
-    """As it stands in docs/BINDINGS.md, with the files that it names."""
+    """As it stands in docs/BINDINGS.md and in README.md, with the files that it names."""
     example = code_blocks()[0]
+    assert f"```python\n{example}```" in (ROOT / "README.md").read_text()
     assert len(example.strip().splitlines()) <= 10
     monkeypatch.chdir(tmp_path)
     for name, source in (("model.gguf", model), ("model.ridge.gguf", maps)):

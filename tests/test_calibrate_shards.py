@@ -52,7 +52,7 @@ def assert_same_sums(merged: Moments, whole: Moments, tolerance: float = CLOSE) 
         assert np.abs(merged.sum_y[il] - whole.sum_y[il]).max() <= tolerance * np.sqrt(whole.n * whole.yy[il].max())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32), st.integers(2, 80), st.integers(1, 9), st.integers(1, 7), st.floats(-3, 3), st.data())
 def test_merged_sums_do_not_depend_on_the_origins(seed, n, d, e, log_spread, data):
     """Each share about an origin of its own, some far from its mean, merged about the first one's."""

@@ -111,7 +111,7 @@ def test_records_are_calibrated_on_like_files(model, corpus, tmp_path):
 tokens = st.lists(st.integers(0, 3), max_size=3 * N)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(tokens, min_size=1, max_size=4), st.lists(tokens, min_size=1, max_size=4), st.data())
 def test_overlaps_are_those_found_by_comparing_every_run(documents, others, data):
     source = data.draw(st.sampled_from(others))
@@ -226,14 +226,14 @@ def test_evaluation_text_that_is_given_is_kept_apart(model, corpus, tmp_path):
 #
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(1, 400), st.floats(0, 1))
 def test_a_share_is_spread_evenly(n, share):
     taken = np.cumsum([in_share(i, share) for i in range(n)])
     assert np.abs(taken - np.arange(1, n + 1) * share).max() <= 1
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.text("ab \n", max_size=900), max_size=6))
 def test_a_conversation_holds_the_text_by_turns(paragraphs):
     text = "\n\n".join(paragraphs)

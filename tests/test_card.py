@@ -112,6 +112,19 @@ def test_calibration_writes_cards_when_asked(model, corpus, tmp_path, monkeypatc
     assert refused.exit_code == 6 and "kv.md exists already" in refused.stderr
 
 
+def test_a_run_that_goes_on_leaves_another_text_of_a_cards_name(model, corpus, tmp_path):  # noqa: F811
+    args = arguments(model, corpus, "--out", tmp_path / "maps.gguf", "--kind", "kv", "--card", "--sums", tmp_path / "sums.npz")
+    done = runner.invoke(cli.calibrate_app, args)
+    assert done.exit_code == 0, done.output
+    card = tmp_path / "maps.md"
+    written = card.read_text()
+    assert runner.invoke(cli.calibrate_app, args).exit_code == 0 and card.read_text() == written
+    card.write_text("mine")
+    refused = runner.invoke(cli.calibrate_app, args)
+    assert refused.exit_code == 6 and "maps.md exists already" in refused.stderr and card.read_text() == "mine"
+    assert runner.invoke(cli.calibrate_app, [*args, "--force"]).exit_code == 0 and card.read_text() == written
+
+
 def test_a_card_is_not_made_of_what_is_no_sidecar(model):  # noqa: F811
     refused = runner.invoke(cli.app, ["card", model])
     assert refused.exit_code == 7 and "it is a model" in refused.stderr and not Path(model).with_suffix(".md").exists()

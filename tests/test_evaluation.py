@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from ridgefill import lib
-from ridgefill.evaluation import Arm, Engine, EvaluationError, facts, loss, report, stats, texts
+from ridgefill.evaluation import Arm, Engine, EvaluationError, facts, loss, prompts, report, stats, texts
 from ridgefill.evaluation.errors import finite
 from ridgefill.evaluation.journal import Journal
 from ridgefill.text import Document
@@ -77,12 +77,89 @@ def test_mcnemar_equals_the_binomial_sum(pairs):
     assert found.p == pytest.approx(min(1.0, 2 * tail))
 
 
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=40))
+def test_a_difference_of_shares_is_newcombes(pairs):
+    """Against his formula for the lower end, written out for the four counts; the upper end mirrors it."""
+    a, b = ([p[i] for p in pairs] for i in (0, 1))
+    e, f, g, h = (sum((x, y) == case for x, y in pairs) for case in ((True, True), (True, False), (False, True), (False, False)))
+    n, p1, p2 = len(pairs), (e + f) / len(pairs), (e + g) / len(pairs)
+    one, two = stats.share(e + f, n), stats.share(e + g, n)
+    product = (e + f) * (g + h) * (e + g) * (f + h)
+    top = e * h - f * g
+    phi = 0 if not product else (max(top - n / 2, 0) if top > 0 else top) / math.sqrt(product)
+    found = stats.share_difference(a, b)
+    assert found.value == pytest.approx(p1 - p2)
+    below = (p1 - one.low) ** 2 - 2 * phi * (p1 - one.low) * (two.high - p2) + (two.high - p2) ** 2
+    assert (found.value - found.low) ** 2 == pytest.approx(max(below, 0), abs=1e-9)
+    mirrored = stats.share_difference(b, a)
+    assert (mirrored.low, mirrored.high) == (pytest.approx(-found.high), pytest.approx(-found.low))
+    assert -1 <= found.low + 1e-9 and found.low <= found.value <= found.high <= 1 + 1e-9
+
+
+def test_shares_of_a_few_equal_items_differ_by_an_unknown_amount():
+    found = stats.share_difference([True] * 8, [True] * 8)
+    assert found.value == 0 and found.low < -0.25 and found.high > 0.25
+    assert stats.verdict(found, 0.05) == "open"
+    assert stats.verdict(stats.share_difference([True] * 400, [True] * 400), 0.05) == "equal"
+
+
+def test_share_differences_cover_at_about_their_level():
+    rng = np.random.default_rng(0)
+    covered = 0
+    for _ in range(400):
+        b = rng.random(40) < 0.8
+        a = np.where(rng.random(40) < 0.7, b, rng.random(40) < 0.5)  # paired: P(a) = 0.7 * 0.8 + 0.3 * 0.5
+        e = stats.share_difference(a, b)
+        covered += e.low <= 0.71 - 0.8 <= e.high
+    assert 0.92 <= covered / 400 <= 0.995
+
+
+def test_paired_p_counts_the_exchanges():
+    d = [0.3, 0.1, 0.2, 0.4]
+    base = [1.0, 5.0, 2.0, 9.0]
+    # of the 16 ways to exchange, one has a mean of 0.25 and one of -0.25
+    assert stats.paired_p([x + y for x, y in zip(base, d, strict=True)], base) == pytest.approx(2 / 16)
+    assert stats.paired_p(base, base) == 1
+    many = np.random.default_rng(0).normal(0.3, 1, 60)
+    found = stats.paired_p(many, np.zeros(60))
+    assert found == stats.paired_p(many, np.zeros(60))
+    assert found == pytest.approx(scipy_stats.ttest_1samp(many, 0).pvalue, abs=0.01)
+
+
+def test_holm_by_hand():
+    assert stats.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert stats.holm([0.5, 0.6]) == [1.0, 1.0]
+    with pytest.raises(EvaluationError, match="expected p-values from 0 to 1"):
+        stats.holm([1.5, 0.2])
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=12), st.floats(0.001, 0.2))
+def test_holm_rejects_what_its_steps_reject(p, alpha):
+    """The smallest p-values one after the other, as long as each is at most alpha over the number that are left."""
+    order, rejected = sorted(range(len(p)), key=p.__getitem__), set()
+    for step, i in enumerate(order):
+        if p[i] * (len(p) - step) > alpha:
+            break
+        rejected.add(i)
+    assert {i for i, x in enumerate(stats.holm(p)) if x <= alpha} == rejected
+
+
+@pytest.mark.parametrize(
+    "low, high, expected",
+    [(-0.01, 0.01, "equal"), (0.03, 0.05, "apart"), (-0.05, -0.03, "apart"), (-0.01, 0.03, "open"), (0.01, 0.03, "open"), (-0.02, 0.0, "open")],
+)
+def test_verdicts(low, high, expected):
+    assert stats.verdict(stats.Estimate((low + high) / 2, low, high, 20), 0.02) == expected
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), None])
 def test_statistics_fail_closed(bad):
     for f in (
         lambda: stats.mean([0.1, bad, 0.3]),
         lambda: stats.mean_difference([0.1, bad], [0.1, 0.2]),
         lambda: stats.ratio([0.1, 0.2], [bad, 0.2]),
+        lambda: stats.paired_p([0.1, bad], [0.1, 0.2]),
+        lambda: stats.holm([0.1, bad]),
     ):
         with pytest.raises(EvaluationError, match="found nan|found inf"):
             f()
@@ -97,6 +174,8 @@ def test_statistics_refuse_what_they_cannot_compute():
         (lambda: stats.share(0, 0), "found 0 of 0"),
         (lambda: stats.mcnemar([True], [True, False]), "equal length"),
         (lambda: stats.mcnemar([1, 0], [True, False]), "lists of hits"),
+        (lambda: stats.share_difference([1, 0], [True, False]), "lists of hits"),
+        (lambda: stats.verdict(stats.Estimate(0, 0, 0, 2), 0), "margin: expected a number above 0"),
     ]
     for f, message in refusals:
         with pytest.raises(EvaluationError, match=message):
@@ -109,7 +188,9 @@ def test_statistics_refuse_what_they_cannot_compute():
 
 
 @pytest.mark.parametrize(
-    "name", ["exact", "cut", "fill-S19", "identity-S1", "nofill-S15", "fill-S15+digits", "fill-S15:kv+random"]
+    "name",
+    ["exact", "cut", "noise", "fill-S19", "identity-S1", "nofill-S15", "fill-S15+digits", "fill-S15:kv+random", "fill-S15:kv+random=0.1",
+     "identity-S2+tail=0.25", "nofill-S15:kv+equal", "nofill-S15+equal"],
 )
 def test_arm_names_round_trip(name):
     assert Arm.parse(name).name == name
@@ -117,7 +198,8 @@ def test_arm_names_round_trip(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["", "fill", "fill-S", "fill-S0", "fill-Sx", "exact-S3", "fill-S15+", "fill-S15+all", "ridge-S3", "fill-S-1", "fill-S015", "fill:kv", "identity-S3:kv"],
+    ["", "fill", "fill-S", "fill-S0", "fill-Sx", "exact-S3", "fill-S15+", "fill-S15+all", "ridge-S3", "fill-S-1", "fill-S015", "fill:kv", "identity-S3:kv",
+     "exact+digits", "cut+tail=0.1", "fill-S3+tail", "fill-S3+tail=1", "fill-S3+random=2", "fill-S3+digits=0.1", "fill-S3+equal", "fill-S3+random=nan", "fill-S3+random=0.10"],
 )
 def test_other_names_are_refused(name):
     with pytest.raises(EvaluationError):
@@ -200,7 +282,7 @@ def test_items_keep_their_rules(kind):
     for item in items:
         text = bytes(item.tokens).decode()
         n, (first, end), (v0, v1) = len(item.tokens), item.fact_rows, item.value_rows
-        assert 2400 - facts.SLACK <= n <= 2400
+        assert 2400 - prompts.SLACK <= n <= 2400
         assert 4 <= first < end <= n - 300  # neither sink nor tail
         assert text[first:end] == item.fact.sentence and text[v0:v1] == item.fact.value
         assert text.count(item.fact.value) == 1 and text.count(item.fact.name) == 2
@@ -291,10 +373,10 @@ def test_items_that_break_a_rule_are_refused():
             4,
         )
     with pytest.raises(EvaluationError, match="found it 0 times"):
-        facts.rows_of(pieces, "no such text")
+        prompts.rows_of(pieces, "no such text")
     with pytest.raises(EvaluationError, match="found it 3 times"):
-        facts.rows_of([b"a", b"ba", b"b", b"ab"], "ab")
-    assert facts.rows_of([b"x", b"yab", b"c", b"d"], "abc") == (1, 3)
+        prompts.rows_of([b"a", b"ba", b"b", b"ab"], "ab")
+    assert prompts.rows_of([b"x", b"yab", b"c", b"d"], "abc") == (1, 3)
 
 
 def test_a_document_too_short_is_refused():
@@ -346,6 +428,11 @@ def loss_records(excess: dict[str, float], n: int = 20, key: bool = True) -> lis
                     "loss": base + more * jitter,
                     "top1": 0.9,
                     "kl": more,
+                    "kl_median": more / 2,
+                    "decode": 0.75,
+                    "cost": 0.5,
+                    "n_new": 100,
+                    "new_loss_sum": 100 * (base + 2 * more),
                     "n_key": 3 if key else None,
                     "key_loss_sum": 10 + 30 * more if key else None,
                 }
@@ -359,6 +446,9 @@ def fact_records(hits: dict[str, int], n: int = 40) -> list[dict]:
             "arm": arm,
             "seed": i,
             "hit": i < k,
+            "score": float(i < k),
+            "depth": (i % 4 + 0.5) / 4,
+            "cost": 0.5,
             "n_rows": 1000,
             "n_filled": 0 if arm == "exact" else 900,
             "n_chosen": 7 if "+" in arm else 0,
@@ -373,6 +463,9 @@ def test_loss_summary():
     assert s["fill-S19"]["over_exact"]["value"] == pytest.approx(0.02, rel=0.1)
     assert s["fill-S19"]["over_exact"]["low"] > 0 and s["exact"]["loss"]["n"] == 20
     assert s["fill-S19"]["key_over_exact"]["value"] == pytest.approx(30 * 0.02 / 3)
+    assert s["fill-S19"]["new_over_exact"]["value"] == pytest.approx(2 * 0.02) and s["fill-S19"]["new_over_exact"]["n_tokens"] == 2000
+    assert (s["fill-S19"]["kl"]["value"], s["fill-S19"]["kl_median"]["value"]) == (pytest.approx(0.02), pytest.approx(0.01))
+    assert (s["fill-S19"]["decode"]["value"], s["fill-S19"]["cost"]) == (0.75, 0.5)
     assert report.summarise_loss(loss_records({"exact": 0, "fill-S19": 0.1}, key=False))["fill-S19"]["key_over_exact"] is None
 
 
@@ -480,19 +573,38 @@ def test_arms_change_the_loss_as_they_should(engine, window):
         assert rows[name]["kl"] > 1e-3, name
     assert len({r["loss"] for r in rows.values()}) == len(rows)
     assert all(r["n_key"] == rows["cut"]["n_key"] for r in rows.values())
-    nll = {a.name: -loss.log_softmax(loss.next_logits(engine, a, window, 64))[range(60), window.tokens[200:]] for a in arms[:2]}
+    nll = {a.name: -loss.log_softmax(loss.read(engine, a, window, 64).logits)[range(60), window.tokens[200:]] for a in arms[:2]}
     assert rows["cut"]["n_key"] == int((nll["cut"] - nll["exact"] >= 2).sum())
 
 
 def test_random_rows_are_as_many_as_the_selector_chooses(engine, window):
     prompt = window.tokens[:200]
-    digits = engine.choose("digits", prompt, 64, seed=1)
+
+    def choose(rows: str, seed: int = 1) -> list[int]:
+        return engine.choose(Arm.parse(f"identity-S2+{rows}"), prompt, 64, seed)
+
+    digits = choose("digits")
     holds = {i for i in range(4, 136) if any(c in b"0123456789" for c in engine.model.piece(prompt[i]))}
     assert digits == [i for i in range(4, 136) if i in holds or i - 1 in holds]
-    random = engine.choose("random", prompt, 64, seed=1)
+    random = choose("random")
     assert len(random) == len(digits) > 0 and random != digits
     assert all(4 <= r < 136 for r in random)
-    assert random == engine.choose("random", prompt, 64, seed=1) != engine.choose("random", prompt, 64, seed=2)
+    assert random == choose("random") != choose("random", seed=2)
+    tenth = choose("random=0.1")
+    assert len(tenth) == 13 and all(4 <= r < 136 for r in tenth) and tenth == sorted(set(tenth))
+    # the same rows for every arm
+    assert tenth == engine.choose(Arm.parse("nofill-S3+random=0.1"), prompt, 64, 1) != choose("random=0.1", seed=2)
+    assert choose("tail=0.1") == list(range(136 - 13, 136))
+
+
+def test_rows_in_front_of_the_tail_are_a_longer_tail(engine, window):
+    """The same cache, whether the rows are named or the tail is longer by as many."""
+    named = loss.read(engine, Arm.parse("identity-S2+tail=0.1"), window, 64)
+    longer = loss.read(engine, Arm("identity", 2), window, 64 + 13)
+    assert named.filled.filled.tolist() == longer.filled.filled.tolist() and named.filled.cost == longer.filled.cost
+    without = loss.read(engine, Arm("identity", 2), window, 64)
+    # other rows run together, so not the same bits
+    assert np.abs(named.logits - longer.logits).max() < 0.02 < 0.2 < np.abs(without.logits - longer.logits).max()
 
 
 def test_an_arm_without_its_maps_is_refused(engine, window):

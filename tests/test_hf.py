@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 import pico
-from calibrate_pico import CTX, SHAPE, arguments, config, corpus, hashes, inputs_by_hand, keys_of, library, model, words  # noqa: F401
+from calibrate_pico import CTX, OPTIONS, SHAPE, arguments, config, corpus, hashes, inputs_by_hand, keys_of, library, model, words  # noqa: F401
 from ridgefill import calibrate as cal
 from ridgefill import cli, hf, lib, sums_file
 from ridgefill.capture import Chunk
@@ -114,7 +114,7 @@ def test_the_sidecar_is_for_the_served_file(model, pico_model, checkpoint, corpu
     assert done.exit_code == 0, done.output
     keys = keys_of(out)
     assert keys["ridge.model.file_type"] == int(gguf.LlamaFileType.MOSTLY_Q8_0)
-    assert keys["ridge.calibration.options"] == [f"checkpoint={checkpoint.name}", "dtype=bf16"]
+    assert keys["ridge.calibration.options"] == [*OPTIONS, f"checkpoint={checkpoint.name}", "dtype=bf16"]
     with lib.Model(served) as m, lib.Maps(m, out) as maps:
         assert maps.split == 2
 

@@ -59,7 +59,7 @@ def problems(draw):
     return x, y, draw(st.integers(1, d))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(problems(), st.sampled_from([0.0, 1e-4, 0.03, 1.0, 100.0]))
 def test_map_is_the_best_of_its_rank(problem, lam):
     x, y, rank = problem
@@ -70,7 +70,7 @@ def test_map_is_the_best_of_its_rank(problem, lam):
     assert np.isclose(objective(found.up @ found.down, x, y, lam), least, rtol=1e-7, atol=1e-7 * scale)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems(), st.sampled_from([1e-4, 0.03, 1.0]), st.integers(0, 2**32))
 def test_no_neighbour_of_its_rank_is_better(problem, lam, seed):
     x, y, rank = problem

@@ -12,7 +12,7 @@ from ridgefill.evaluation import report
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "scripts" / "measure_quality.py"
-DEEP, SHALLOW = 19, 15
+DEEP, SHALLOW = 20, 15
 BOUNDS = report.Bounds(n_documents=6, n_facts=8, loss=0.06, times=2.0, recall=0.85, kept=0.70, lost=0.25)  # the command's
 
 
@@ -75,7 +75,7 @@ def test_records_say_what_was_filled(measured):
         if r["arm"] == "exact":
             assert r["n_filled"] == 0
         elif "+" not in r["arm"]:
-            assert r["n_fact_filled"] == end - first and r["n_filled"] == r["n_rows"] - 4 - measured["settings"]["fact_tail"]
+            assert r["n_fact_filled"] == end - first and r["n_filled"] == r["n_rows"] - 4 - measured["settings"]["item_tail"]
         else:
             assert r["n_chosen"] >= 7 and r["n_value_filled"] == 0
 
@@ -83,7 +83,7 @@ def test_records_say_what_was_filled(measured):
 @pytest.mark.parametrize(
     "args, message",
     [
-        (["--sets", "loss,poems"], "sets: expected some of loss, digits, words, found poems"),
+        (["--sets", "loss,poems"], "sets: expected some of loss, digits, words, single, "),
         (["--loss-arms", "exact,fill-S99"], "fill-S99: expected one file of maps that this names, found 0"),
         (["--loss-arms", "exact,fill"], "expected a split layer for the ridge modes"),
         (["--text", "/nonexistent"], "no such file or folder: /nonexistent"),

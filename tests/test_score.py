@@ -446,7 +446,7 @@ def test_score_command_refuses_before_it_changes_the_file(model, corpus, plain, 
     other.write_bytes(other.read_bytes().replace("Ġthe".encode(), "Ġteh".encode()))
     assert "the tokenizers differ" in refusal(3, path, other)
     assert "expected text of at least 6 tokens to judge by, found 0 rows" in refusal(4, path, model, "--unseen", text=short)
-    assert "found 0 and 1" in refusal(4, path, model, text=short)
+    assert "found none of these among 1; --unseen" in refusal(4, path, model, text=short)
     assert "no such file" in refusal(7, tmp_path / "none.gguf", model)
     assert "it is a model of architecture" in refusal(7, model, model)
 

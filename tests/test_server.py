@@ -60,6 +60,7 @@ def test_a_request_for_fills_without_maps_runs_exactly(plain, prompt, exact_toke
 
 
 @pytest.mark.parametrize("n", [BATCH - 1, BATCH, BATCH + 1, 2 * BATCH - 1, 2 * BATCH, 2 * BATCH + 1, N])
+@pytest.mark.field_report(14, "llama-ridge-prefill.cpp", "pf->n_done = cuts[cuts.size() - 2];", "pf->n_done = n_tokens - 1;")
 def test_plumb_equals_off(server, n):
     prompt = prompt_tokens(server, n, start=50)
     for _ in range(2):
@@ -86,6 +87,7 @@ def test_a_short_prompt_runs_as_without_maps(server, plain):
 #
 
 
+@pytest.mark.field_report(1, "server-ridge.cpp", "n_past = std::min(n_past, prompt.ridge.first_filled());")
 def test_exact_after_filled_processes_everything_again(model, maps, server, prompt, exact_tokens):
     filled = server.completion(prompt, "fill", cache_prompt=False)
     assert_filled(filled, N)
@@ -98,6 +100,7 @@ def test_exact_after_filled_processes_everything_again(model, maps, server, prom
     assert again["timings"]["prompt_n"] == 1 and ridge_of(again)["cached_filled"] == 0
 
 
+@pytest.mark.field_report(10, "server-ridge.cpp", "n_past = std::min(n_past, prompt.ridge.first_filled(i_tail));", "n_past = 0;")
 def test_filled_twice_is_reused(server, prompt):
     first = server.completion(prompt, "fill", cache_prompt=False)
     second = server.completion(prompt, "fill")
@@ -202,6 +205,7 @@ def test_plumb_reuses_pure_cells_only(server, prompt, exact_tokens):
     assert answer["timings"]["cache_n"] == 0 and answer["tokens"] == exact_tokens
 
 
+@pytest.mark.field_report(1, "server-task.cpp", "/*.ridge       =*/ prompt.ridge,")
 def test_other_slot_and_host_cache_never_give_filled_cells_to_exact(model, maps, prompt, exact_tokens):
     with Server(model, maps=maps, np=2) as s:
         other = prompt_tokens(s, N, start=700)
@@ -281,14 +285,15 @@ def test_slot_file_of_a_filled_slot_is_refused(model, maps, prompt, exact_tokens
 
 
 def test_several_completions_of_one_filled_prompt(model, maps, prompt):
+    """The copy says what the original says: rows, fills and the marks of nofill went along."""
     with Server(model, maps=maps, np=2) as s:
-        for mode, reason in (("fill", None), ("nofill", "shared")):
+        for mode in ("fill", "nofill"):
+            alone = s.completion(prompt, mode, cache_prompt=False)["tokens"]
             answers = s.completion(prompt, mode, n_cmpl=2, cache_prompt=False)
-            assert len(answers) == 2 and answers[0]["tokens"] == answers[1]["tokens"]
-            assert all(ridge_of(a)["reason"] == reason for a in answers)
-            if reason is None:
-                for slot in (0, 1):
-                    assert s.completion(prompt, "off", id_slot=slot, n_predict=1)["timings"]["cache_n"] == 0
+            assert [a["tokens"] for a in answers] == [alone, alone]
+            assert all(ridge_of(a)["reason"] is None for a in answers)
+            for slot in (0, 1):
+                assert s.completion(prompt, "off", id_slot=slot, n_predict=1)["timings"]["cache_n"] == 0
 
 
 # letters only: a byte that is no character yet would come without its probability
@@ -334,6 +339,7 @@ def test_no_history_leaks_fills_into_exact_answers(model, maps, plain, seed):
 #
 
 
+@pytest.mark.field_report(28, "server-ridge-stats.cpp", "n_rows_filled += stats.n_filled;")
 def test_timings_log_metrics_and_props_agree(model, maps, prompt):
     with Server(model, maps=maps) as s:
         answers = [
@@ -387,6 +393,7 @@ def body_of(path: str, text: str, n_predict: int) -> dict:
 
 
 @pytest.mark.parametrize("path", PATHS)
+@pytest.mark.field_report(28, "server-common.cpp", "ridge.add_to(base);")
 def test_every_endpoint_fills_and_reports(server, prompt, path):
     text = server.post("/detokenize", {"tokens": prompt})["content"]
     body = lambda mode: body_of(path, f"{path} {mode}: {text}", 4) | {"temperature": 0}  # noqa: E731  (another prompt each time)
@@ -412,6 +419,7 @@ def test_every_endpoint_fills_and_reports(server, prompt, path):
         ("fill", ["ridge", "object", "fill"]),
     ],
 )
+@pytest.mark.field_report(24, "server-ridge-request.cpp", "throw std::invalid_argument(\"Field 'ridge': unknown key '\" + key + \"', expected mode, tail or min_prompt\");")
 def test_bad_field_is_a_400_that_names_it(server, path, ridge, names):
     status, message = server.error(path, body_of(path, "Hi", 1) | {"ridge": ridge})
     assert status == 400 and all(name in message for name in names), message
@@ -427,6 +435,7 @@ def test_null_field_is_no_field(plain):
     [
         (["--ridge-mode", "off"], lambda r, full: r["reason"] == "off"),
         (["--ridge-mode", "identity"], lambda r, full: r["mode"] == "identity" and r["filled"] == full),
+        (["--ridge-tail", "100"], lambda r, full: r["filled"] == full + TAIL - 100),
         (["--ridge-rows", "digits"], lambda r, full: full / 2 < r["filled"] < full),
         (["--ridge-rows", "digits", "--ridge-budget", "2"], lambda r, full: r["filled"] == full - 2),
         (["--ridge-rows", "random", "--ridge-budget", "0.25"], lambda r, full: abs(r["filled"] - 0.75 * full) < 4),
@@ -435,6 +444,7 @@ def test_null_field_is_no_field(plain):
     ],
     ids=lambda v: " ".join(v).replace("--ridge-", "") if isinstance(v, list) else "",
 )
+@pytest.mark.field_report(32, "common-ridge-args.cpp", "params.ridge.budget = budget;")
 def test_each_flag_changes_what_is_filled(model, maps, server, prompt, flags, check):
     full = ridge_of(server.completion(prompt, "fill", cache_prompt=False))["filled"]
     with Server(model, *flags, maps=maps) as s:
@@ -450,8 +460,8 @@ def test_seed_chooses_the_random_rows(model, maps, prompt):
 
 def test_real_model(patched_lib, smollm2, tmp_path):
     """The same on a model that people use, with the maps that we ship."""
-    shipped = sorted(smollm2.parent.glob("smollm2-135m-instruct.s19.*.ridge.gguf"))
-    with Server(smollm2, maps=shipped[0] if shipped else random_maps(smollm2, tmp_path, split=19)) as s:
+    shipped = sorted(smollm2.parent.glob("smollm2-135m-instruct.s20.*.ridge.gguf"))
+    with Server(smollm2, maps=shipped[0] if shipped else random_maps(smollm2, tmp_path, split=20)) as s:
         p = prompt_tokens(s, 300)
         fields = {"n_predict": 8, "n_probs": 3}
         off, plumb = (s.completion(p, mode, cache_prompt=False, **fields) for mode in ("off", "plumb"))

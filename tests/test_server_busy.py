@@ -45,6 +45,7 @@ def users_and_newcomer(model, maps, mode: str | None, unified: bool):
 
 
 @pytest.mark.parametrize("unified", [False, True], ids=["split", "unified"])
+@pytest.mark.field_report(12, "server-context.cpp", "if (!slot.is_processing() || ridge.is_active(slot.id)) {", "if (!slot.is_processing()) {")
 def test_users_do_not_notice_a_prompt_that_fills(model, maps, unified):
     alone, _ = users_and_newcomer(model, maps, None, unified)
     # an event may hold more than one token: bytes that are no character yet wait for the next
@@ -162,6 +163,7 @@ def cancel_in(server, prompt, where: str) -> None:
 
 
 @pytest.mark.parametrize("where", WHERE)
+@pytest.mark.field_report(13, "llama-ridge-prefill.cpp", "pf.ctx->get_memory()->seq_rm(pf.seq_id, pf.pos0 + i, pf.pos0 + i + n);")
 def test_after_a_cancellation_the_next_answer_is_a_fresh_servers(model, maps, long_prompt, cold_answers, where):
     with Server(model, *CANCEL_FLAGS, maps=maps) as s:
         for mode in ("fill", "off"):
@@ -185,6 +187,7 @@ def test_cancelled_prompt_keeps_the_rows_before_it(model, maps, long_prompt):
         assert again["timings"]["prompt_n"] <= 1 and ridge_of(again)["cached_filled"] == ridge_of(first)["filled"]
 
 
+@pytest.mark.field_report(16, "llama-ridge-prefill.cpp", "pf.ctx->get_memory()->seq_rm(pf.seq_id, pf.pos0 + i, pf.pos0 + i + n);")
 def test_cancelled_rows_leave_their_cells(model, maps, long_prompt):
     """One cache for both slots, with room for one prompt only: the other slot needs what was given back."""
     flags = ["--kv-unified", "--no-cache-idle-slots", "-c", 1024, "-ub", 32]

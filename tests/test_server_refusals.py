@@ -7,15 +7,13 @@ from __future__ import annotations
 import os
 import subprocess
 
-import gguf
-import numpy as np
 import pytest
 
 import sidecar_files
 from server_util import Server, cold, llama_server, ridge_of, start_failure
 from server_util import maps, model, plain, prompt  # noqa: F401  (fixtures)
 
-# what the message about each kind of damage must say; the pico model has 8 layers of width 256
+# what the message about each kind of damage must say, its file's name apart; the pico model has 8 layers of width 256
 DAMAGE = {
     "truncated": ["truncated"],
     "bit_flipped": ["sha256"],
@@ -24,9 +22,9 @@ DAMAGE = {
     "wrong_layer_count": ["9 layers", "8"],
     "other_tokenizer": ["tokenizer"],
     "nan_map": ["finite"],
-    "duplicate_tensor": ["duplicate"],
+    "duplicate_tensor": ["twice"],
     "unknown_version": ["version", "1", "2"],
-    "lora_file": ["lora"],
+    "lora_file": ["lora adapter", "ridge_maps"],
     "empty_file": ["empty"],
 }
 
@@ -45,10 +43,11 @@ def test_every_kind_of_damage_is_known(damaged):
     assert set(damaged) == set(DAMAGE)
 
 
-def assert_refused_and_exact(server, prompt, exact, reason, names):
+def assert_refused_and_exact(server, prompt, exact, reason, names, path):
     lines = [line for line in server.log_text().splitlines() if "ridge" in line and "ridge: mode" not in line]
     assert len(lines) == 1, lines
-    assert all(name in lines[0].lower() for name in names), lines
+    message = lines[0].replace(str(path), "").lower()
+    assert str(path) in lines[0] and all(name in message for name in names), lines
     for ridge in ({}, {"mode": "fill"}):
         answer = server.completion(prompt[:200], ridge=ridge, cache_prompt=False, n_probs=3)
         assert answer["completion_probabilities"] == exact
@@ -58,19 +57,23 @@ def assert_refused_and_exact(server, prompt, exact, reason, names):
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.field_report(4, "ridge-sidecar.cpp", "if (found != expected) {\n            throw", "if (false) {\n            throw")
+@pytest.mark.field_report(21, "ridge-sidecar.cpp", "if (sc.n_embd != expect.embedding_length) {", "if (false) {")
+@pytest.mark.field_report(22, "ridge-sidecar.cpp", "if (version != GGML_RIDGE_FORMAT_VERSION) {", "if (false) {")
+@pytest.mark.field_report(23, "ridge-sidecar.cpp", "if (found != \"an adapter with adapter.type = 'ridge_maps'\") {", "if (false) {")
 def test_refused_maps_leave_an_exact_server(model, damaged, prompt, exact, kind):
     with Server(model, maps=damaged[kind]) as s:
-        assert_refused_and_exact(s, prompt, exact, "refused", DAMAGE[kind])
+        assert_refused_and_exact(s, prompt, exact, "refused", DAMAGE[kind], damaged[kind])
 
 
 def test_missing_file_leaves_an_exact_server(model, prompt, exact, tmp_path):
     with Server(model, maps=tmp_path / "none.gguf") as s:
-        assert_refused_and_exact(s, prompt, exact, "refused", ["none.gguf"])
+        assert_refused_and_exact(s, prompt, exact, "refused", ["no such file"], tmp_path / "none.gguf")
 
 
 def test_model_as_maps_leaves_an_exact_server(model, prompt, exact):
     with Server(model, maps=model) as s:
-        assert_refused_and_exact(s, prompt, exact, "refused", ["model", "adapter"])
+        assert_refused_and_exact(s, prompt, exact, "refused", ["model", "adapter"], model)
 
 
 #
@@ -78,16 +81,7 @@ def test_model_as_maps_leaves_an_exact_server(model, prompt, exact):
 #
 
 
-def write_control_vector(path, n_embd: int) -> None:
-    w = gguf.GGUFWriter(path, "controlvector")
-    w.add_string("controlvector.model_hint", "llama")
-    w.add_tensor("direction.5", np.zeros(n_embd, np.float32))
-    w.write_header_to_file()
-    w.write_kv_data_to_file()
-    w.write_tensors_to_file()
-    w.close()
-
-
+@pytest.mark.field_report(29, "server-ridge.cpp", 'return "lora";')
 def test_prompts_under_a_lora_run_exactly(model, maps, prompt, exact, tmp_path):
     lora = sidecar_files.write_lora(tmp_path / "lora.gguf", arch="llama", n_embd=256)
     with Server(model, "--lora", lora, maps=maps) as s:
@@ -99,9 +93,10 @@ def test_prompts_under_a_lora_run_exactly(model, maps, prompt, exact, tmp_path):
             assert ridge_of(answer)["reason"] is None and ridge_of(answer)["filled"] > 0
 
 
+@pytest.mark.field_report(29, "server-ridge.cpp", '!params.control_vectors.empty() ? "control_vector" : "";', '"";')
 def test_prompts_under_a_control_vector_run_exactly(model, maps, prompt, tmp_path):
     path = tmp_path / "control.gguf"
-    write_control_vector(path, 256)
+    sidecar_files.write_control_vector(path, arch="llama", n_embd=256)
     with Server(model, "--control-vector", path, maps=maps) as s:
         assert ridge_of(s.completion(prompt))["reason"] == "control_vector"
         assert s.get("/props")["ridge"]["reason"] == "control_vector"
@@ -147,11 +142,13 @@ def test_field_report_1_rows_made_under_a_lora_are_not_reused_without_it(model, 
 
 
 @pytest.mark.parametrize("flag", ["--lora", "--control-vector", "--model-draft"])
+@pytest.mark.field_report(23, "common-ridge-args.cpp", 'refuse_maps("--lora", lora.path, "a LoRA adapter");')
 def test_maps_at_another_flag_are_named(model, maps, flag):
     message = start_failure(model, flag, maps)
     assert "ridge maps" in message and "--ridge-maps" in message and flag in message and str(maps) in message
 
 
+@pytest.mark.field_report(23, "common-ridge-args.cpp", 'refuse_maps("--model",       params.model.path,                       "a model");')
 def test_maps_as_the_model_are_named(maps):
     message = start_failure(maps)
     assert "ridge maps" in message and "--ridge-maps" in message and "--model" in message
@@ -183,9 +180,11 @@ def test_maps_as_the_model_are_named(maps):
         *((["--ridge-" + flag, value], ["--ridge-" + flag, "--ridge-maps"]) for flag, value in (
             ("tail", "64"), ("min-prompt", "64"), ("step-rows", "64"), ("hazard", "allow"), ("rows", "digits"))),
         (["--ridge-maps", "x.gguf", "--embeddings"], ["--ridge-maps", "--embeddings"]),
+        (["--ridge-maps", "x.gguf", "--reranking"], ["--ridge-maps", "--reranking"]),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) and v[0].startswith("--") else "",
 )
+@pytest.mark.field_report(30, "common-ridge-args.cpp", "refuse_with_maps(params);")
 def test_bad_flags_are_refused_by_name(model, arguments, names):
     message = start_failure(model, *arguments)
     assert all(name in message for name in names), message

@@ -235,6 +235,7 @@ def test_huge_model_by_mistake_is_named_without_being_read(tmp_path):
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
 )
+@pytest.mark.field_report(21, "ridge-sidecar.cpp", "if (sc.n_embd != expect.embedding_length) {", "if (false) {")
 def test_sidecar_of_another_model_is_refused_with_both_values(change, expected, good):
     assert refusal(good, {**MODEL, **change}) == expected
 
@@ -668,6 +669,7 @@ def test_full_maps_that_claim_a_rank_are_refused(good_f16, tmp_path):
         ),
     ],
 )
+@pytest.mark.field_report(22, "ridge-sidecar.cpp", "if (it->second->type != part.type) {", "if (false) {")
 def test_set_type_shape_and_place_of_tensors_are_checked(surgery, expected, good_f16, tmp_path):
     assert refusal_of(sf.operated(good_f16, surgery), tmp_path) == expected
 

@@ -74,6 +74,7 @@ def refuse(tmp_path):
 #
 
 
+@pytest.mark.field_report(19, "ridge-sidecar.cpp", "bytes > file_size - begin) {", "bytes > file_size - begin + 1) {")
 def test_truncation_at_every_tensor_boundary_and_a_byte_either_side_names_the_cut_tensor(intact, refuse):
     spans = list(sf.tensor_spans(intact))
     for i, (name, begin, end) in enumerate(spans):
@@ -234,6 +235,7 @@ def test_array_of_arrays_is_refused(good, refuse):
 
 
 @pytest.mark.parametrize("alignment", [0, 1, 16, 33, 64, 2**31])
+@pytest.mark.field_report(20, "ridge-sidecar.cpp", 'if (gguf.has("general.alignment") && gguf.get_u32("general.alignment") != GGUF_DEFAULT_ALIGNMENT) {', "if (false) {")
 def test_alignment_other_than_32_is_refused(alignment, good, refuse):
     def align(raw):
         raw.kvs.append(sf.RawKv("general.alignment", sf.U32, [alignment]))
@@ -261,6 +263,7 @@ def test_duplicate_and_empty_key_names_are_refused(good, refuse):
     assert refuse(empty) == "key 30 of 30 has an empty name: the file is damaged"
 
 
+@pytest.mark.field_report(20, "ridge-gguf.cpp", "if (!seen.emplace(info.name, i).second) {", "if (false) {")
 def test_duplicate_tensor_is_refused_even_where_both_are_alike(good, refuse):
     data = sf.operated(good, lambda raw: raw.tensors.append(raw.tensors[1]), seal=False)
     assert refuse(data) == "tensor 'blk.3.ridge.bias' stands twice in the file"
@@ -277,6 +280,7 @@ def test_key_name_of_control_characters_is_shown_escaped(good, refuse):
 
 
 @pytest.mark.parametrize("kind, map_type", [("input", "f16"), ("input", "q8_0"), ("kv_prev", "f16"), ("input_lr", "q4_1")])
+@pytest.mark.field_report(20, "ridge-gguf.cpp", "if (n > file.size() - pos) {", "if (false) {")
 def test_thousands_of_mutants_are_refused_or_mean_the_same_and_none_ends_the_process(kind, map_type, tmp_path):
     good = sf.write_example(tmp_path / "good.gguf", map_type=map_type, kind=kind, kv_lengths=(32, 32))
     n = 2000

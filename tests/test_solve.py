@@ -58,7 +58,7 @@ def problems(draw):
     return x, y
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(problems(), st.sampled_from([0.0, 1e-4, 0.03, 1.0, 100.0]))
 def test_map_is_the_least_squares_solution(problem, lam):
     x, y = problem
@@ -70,7 +70,7 @@ def test_map_is_the_least_squares_solution(problem, lam):
     assert np.allclose(ridge.bias(L, weight), b, atol=1e-5 * size * (1 + np.abs(x).max()))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems(), st.sampled_from([0.0, 0.03, 1.0]), st.integers(2, 4), st.floats(-2, 2))
 def test_map_does_not_change_with_the_number_of_copies_or_the_unit(problem, lam, copies, log_unit):
     """Every row several times over: the same map, lambda being free of scale. Features in another unit: the inverse of it."""
@@ -81,7 +81,7 @@ def test_map_does_not_change_with_the_number_of_copies_or_the_unit(problem, lam,
     assert np.allclose(solved(x * unit, y).weight(L, lam) * unit, weight, **tolerance)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems())
 def test_ends_of_the_penalty(problem):
     """Without one the fitted values are those of numpy's least squares with an intercept, full rank or not; a huge one leaves
@@ -97,7 +97,7 @@ def test_ends_of_the_penalty(problem):
     assert np.allclose(x @ weight.T + ridge.bias(L, weight), y.mean(0), atol=1e-6 * scale)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems(), st.sampled_from([0.0, 1e-4, 1.0]), st.integers(0, 11))
 def test_a_constant_column_gets_no_weight(problem, lam, column):
     x, y = problem
@@ -112,7 +112,7 @@ def test_a_constant_column_gets_no_weight(problem, lam, column):
         assert np.allclose(np.delete(weight, column, axis=1), alone, rtol=1e-6, atol=1e-6 * (1e-9 + np.abs(alone).max()))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32), st.integers(1, 12), st.integers(1, 5), st.sampled_from([1e-4, 0.03, 1.0]))
 def test_a_repeated_column_shares_its_weight(seed, d, e, lam):
     rng = np.random.default_rng(seed)
@@ -122,7 +122,7 @@ def test_a_repeated_column_shares_its_weight(seed, d, e, lam):
     assert np.allclose(2 * weight[:, :d], direct(x, y, lam / 2)[0], atol=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32), st.integers(2, 40), st.integers(2, 20), st.integers(1, 6))
 def test_rows_that_span_few_directions_are_refused(seed, d, n_distinct, copies):
     """Rows repeated, and columns that never vary, which do not count."""
@@ -138,7 +138,7 @@ def test_rows_that_span_few_directions_are_refused(seed, d, n_distinct, copies):
             ridge.check_rank()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(problems(), st.integers(0, 2**32))
 def test_held_out_r2_is_that_of_the_rows(problem, seed):
     """The score from sums, for the whole grid and for one map, equals the score from predicting held-out rows."""
@@ -174,7 +174,7 @@ def test_best_takes_the_lambda_of_the_highest_held_out_score():
     assert solved(x, y).best(L).lam == LAMBDAS[0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems(), st.lists(st.integers(0, 60), max_size=4), st.integers(0, 3))
 def test_sums_do_not_depend_on_blocks(problem, cuts, n_merged):
     x, y = problem

@@ -116,7 +116,7 @@ class Oracle:
     def score_window(self, engine, arms, window, n_tail):
         self.asked += 1
         more = {arm.name: self.loss.get(arm.kind, 0.0) * (64 / n_tail) for arm in arms}
-        common = {"document": window.document, "top1": 1.0, "kl": 0.0, "n_key": 1}
+        common = {"document": window.document, "top1": 1.0, "kl": 0.0, "kl_median": 0.0, "decode": None, "cost": 1.0, "n_new": 0, "n_key": 1}
         return [common | {"arm": name, "loss": 2.0 + x, "key_loss_sum": x} for name, x in more.items()]
 
 

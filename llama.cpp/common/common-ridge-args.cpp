@@ -79,41 +79,47 @@ static void set_seed(common_params & params, const std::string & value) {
 }
 
 void common_ridge_add_args(const std::function<void(common_arg)> & add_opt) {
-    const auto add = [&](common_arg arg, const char * env) {
-        // the command line tool runs the same server inside itself
-        add_opt(arg.set_examples({LLAMA_EXAMPLE_SERVER, LLAMA_EXAMPLE_CLI}).set_env(env));
+    // which tools know a flag; llama-cli runs the server inside itself, llama-bench takes what is for LLAMA_EXAMPLE_BENCH
+    using tools = std::initializer_list<llama_example>;
+    const tools server  = { LLAMA_EXAMPLE_SERVER, LLAMA_EXAMPLE_CLI };
+    const tools prompts = { LLAMA_EXAMPLE_SERVER, LLAMA_EXAMPLE_CLI, LLAMA_EXAMPLE_COMPLETION };
+    const tools tails   = { LLAMA_EXAMPLE_SERVER, LLAMA_EXAMPLE_CLI, LLAMA_EXAMPLE_COMPLETION, LLAMA_EXAMPLE_BENCH };
+    const tools all     = { LLAMA_EXAMPLE_SERVER, LLAMA_EXAMPLE_CLI, LLAMA_EXAMPLE_COMPLETION, LLAMA_EXAMPLE_BENCH, LLAMA_EXAMPLE_PERPLEXITY };
+
+    const auto add = [&](common_arg arg, const char * env, tools where) {
+        add_opt(arg.set_examples(where).set_env(env));
     };
 
     add(common_arg({"--ridge-maps"}, "FILE",
         "file of ridge maps: most rows of a long prompt skip the upper layers, whose keys and values the maps predict "
-        "(default: none, every prompt runs exactly)", set_maps), "LLAMA_ARG_RIDGE_MAPS");
+        "(default: none, every prompt runs exactly)", set_maps), "LLAMA_ARG_RIDGE_MAPS", all);
     add(common_arg({"--ridge-mode"}, "{off,plumb,identity,nofill,fill}",
         "off: exact; plumb: both sweeps with every row exact; identity: predict by the split layer's state itself; "
         "nofill: rows are invisible to the upper layers; fill: predict by the maps "
-        "(default: fill with --ridge-maps, else off)", set_mode), "LLAMA_ARG_RIDGE_MODE");
+        "(default: fill with --ridge-maps, else off; llama-bench takes several, separated by ',', and measures off,fill)", set_mode), "LLAMA_ARG_RIDGE_MODE", all);
     add(common_arg({"--ridge-tail"}, "N",
         "last rows of a prompt that always run exactly (default: what the file of maps recommends)",
         [](common_params & params, const std::string & value) { params.ridge.n_tail = parse_rows(value); }),
-        "LLAMA_ARG_RIDGE_TAIL");
+        "LLAMA_ARG_RIDGE_TAIL", tails);
     add(common_arg({"--ridge-rows"}, "{none,random,digits}",
         "further rows that run exactly: random ones, or every token that holds a digit and the one behind (default: none)",
-        set_rows), "LLAMA_ARG_RIDGE_ROWS");
+        set_rows), "LLAMA_ARG_RIDGE_ROWS", all);
     add(common_arg({"--ridge-budget"}, "F",
         "most rows chosen by --ridge-rows: a share of the rows before the tail (0 < F < 1) or a number of rows (F >= 1); "
-        "0: no limit for digits (default: 0)", set_budget), "LLAMA_ARG_RIDGE_BUDGET");
+        "0: no limit for digits (default: 0)", set_budget), "LLAMA_ARG_RIDGE_BUDGET", all);
     add(common_arg({"--ridge-seed"}, "N",
-        "seed of --ridge-rows random (default: 0)", set_seed), "LLAMA_ARG_RIDGE_SEED");
+        "seed of --ridge-rows random (default: 0)", set_seed), "LLAMA_ARG_RIDGE_SEED", all);
     add(common_arg({"--ridge-min-prompt"}, "N",
         "prompts with fewer new rows than this run exactly (default: twice the tail)",
         [](common_params & params, const std::string & value) { params.ridge.n_min_prompt = parse_rows(value); }),
-        "LLAMA_ARG_RIDGE_MIN_PROMPT");
+        "LLAMA_ARG_RIDGE_MIN_PROMPT", prompts);
     add(common_arg({"--ridge-step-rows"}, "N",
         "most rows of a filled prompt between two batches of the other slots (default: --ubatch-size)",
         [](common_params & params, const std::string & value) { params.ridge.n_step = parse_rows(value); }),
-        "LLAMA_ARG_RIDGE_STEP_ROWS");
+        "LLAMA_ARG_RIDGE_STEP_ROWS", server);
     add(common_arg({"--ridge-hazard"}, "{refill,allow}",
         "cached rows that an earlier prompt filled and that lie in this prompt's exact tail: run them again, or reuse them "
-        "(default: refill)", set_hazard), "LLAMA_ARG_RIDGE_HAZARD");
+        "(default: refill)", set_hazard), "LLAMA_ARG_RIDGE_HAZARD", server);
 }
 
 bool common_ridge_owns(const common_arg & arg) {
@@ -140,6 +146,24 @@ static void refuse_maps(const std::string & flag, const std::string & path, cons
     }
 }
 
+static void refuse_with_maps(const common_params & params) {
+    const struct { bool given; const char * flag; const char * why; } flags[] = {
+        { params.embedding,                  "--embeddings or --reranking", "expected a server of completions" },
+        { !params.path_prompt_cache.empty(), "--prompt-cache",              "a file cannot record which rows are filled" },
+        { params.grp_attn_n != 1,            "--grp-attn-n",                "it moves rows while the prompt is processed" },
+        { params.hellaswag,                  "--hellaswag",                 "only perplexity is scored over filled rows" },
+        { params.winogrande,                 "--winogrande",                "only perplexity is scored over filled rows" },
+        { params.multiple_choice,            "--multiple-choice",           "only perplexity is scored over filled rows" },
+        { params.kl_divergence,              "--kl-divergence",             "expected --ridge-maps with --save-all-logits, and --kl-divergence without" },
+        { params.ppl_stride > 0,             "--ppl-stride",                "only perplexity over whole chunks is scored over filled rows" },
+    };
+    for (const auto & it : flags) {
+        if (it.given) {
+            throw std::invalid_argument(std::string("error: --ridge-maps cannot be used with ") + it.flag + ": " + it.why);
+        }
+    }
+}
+
 void common_ridge_validate(const common_params & params) {
     refuse_maps("--model",       params.model.path,                       "a model");
     refuse_maps("--model-draft", params.speculative.draft.mparams.path,   "a model");
@@ -158,9 +182,8 @@ void common_ridge_validate(const common_params & params) {
         throw std::invalid_argument(std::string("error: --ridge-mode ") +
                 llama_ridge_mode_name((llama_ridge_mode) ridge.mode) + " needs --ridge-maps FILE, found none");
     }
-    if (!ridge.maps.empty() && params.embedding) {
-        throw std::invalid_argument("error: --ridge-maps cannot be used with --embeddings or --reranking: "
-                                    "expected a server of completions");
+    if (!ridge.maps.empty()) {
+        refuse_with_maps(params);
     }
     if (random && ridge.budget == 0.0f) {
         throw std::invalid_argument("error: --ridge-rows random needs --ridge-budget: expected a share or a number of rows, found 0");

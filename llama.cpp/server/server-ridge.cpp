@@ -1,5 +1,6 @@
 #include "server-ridge.h"
 
+#include "common-ridge-prompt.h"
 #include "ggml-ridge.h"
 #include "log.h"
 
@@ -64,7 +65,7 @@ json server_ridge::props() const {
     json res = json::object();
     res["maps"]       = defaults.maps;
     res["loaded"]     = maps != nullptr;
-    res["mode"]       = llama_ridge_mode_name(default_mode());
+    res["mode"]       = llama_ridge_mode_name(common_ridge_mode(defaults));
     res["rows"]       = ggml_ridge_selector_name(defaults.rows);
     res["budget"]     = defaults.budget;
     res["seed"]       = defaults.seed;
@@ -91,17 +92,10 @@ json server_ridge::props() const {
 // deciding
 //
 
-llama_ridge_mode server_ridge::default_mode() const {
-    if (defaults.mode >= 0) {
-        return (llama_ridge_mode) defaults.mode;
-    }
-    return defaults.maps.empty() ? LLAMA_RIDGE_MODE_OFF : LLAMA_RIDGE_MODE_FILL;
-}
-
 // with maps only: split and sink rows are theirs
 llama_ridge_params server_ridge::request_params(const server_ridge_request & request) const {
     llama_ridge_params res = llama_ridge_default_params();
-    res.mode   = request.mode >= 0 ? (llama_ridge_mode) request.mode : default_mode();
+    res.mode   = request.mode >= 0 ? (llama_ridge_mode) request.mode : common_ridge_mode(defaults);
     res.split  = llama_ridge_maps_split (maps);
     res.n_sink = llama_ridge_maps_n_sink(maps);
     res.n_step = defaults.n_step;
@@ -133,10 +127,6 @@ std::string server_ridge::reason_for_exact(const server_task & task, const std::
     if (!lora_get_enabled_ids(lora).empty()) {
         return "lora";
     }
-    // the children of such a prompt would need its marks in a state that is saved and restored
-    if (mode == LLAMA_RIDGE_MODE_NOFILL && task.is_parent()) {
-        return "shared";
-    }
     for (int32_t i = 0; i < task.n_tokens(); i++) {
         if (task.tokens[i] == LLAMA_TOKEN_NULL) {
             return "multimodal";
@@ -158,7 +148,7 @@ int32_t server_ridge::plan(int32_t id_slot, const server_task & task, const std:
                            server_prompt & prompt, server_slot_stats & stats, int32_t n_past) {
     const server_ridge_request & request = task.params.ridge;
 
-    const llama_ridge_mode mode = request.mode >= 0 ? (llama_ridge_mode) request.mode : default_mode();
+    const llama_ridge_mode mode = request.mode >= 0 ? (llama_ridge_mode) request.mode : common_ridge_mode(defaults);
 
     const int32_t n_tokens = task.n_tokens();
 
@@ -223,37 +213,6 @@ int32_t server_ridge::plan(int32_t id_slot, const server_task & task, const std:
     return n_past;
 }
 
-// rows, counted from n_past, that run exactly although they are neither sink nor tail
-std::vector<int32_t> server_ridge::select_rows(const job & j) const {
-    const int32_t n_new = j.task->n_tokens() - j.n_past;
-    const int32_t row0  = std::max(0, j.params.n_sink - j.n_past);
-    const int32_t row1  = n_new - j.params.n_tail;
-
-    if (row0 >= row1 || defaults.rows == GGML_RIDGE_SELECT_NONE) {
-        return {};
-    }
-    const int32_t n_max = ggml_ridge_budget_rows(defaults.budget, row1 - row0);
-
-    std::vector<int32_t> rows(row1 - row0);
-    int32_t n_rows = 0;
-
-    if (defaults.rows == GGML_RIDGE_SELECT_RANDOM) {
-        n_rows = ggml_ridge_select_random(row0, row1, n_max, defaults.seed, rows.data());
-    } else {
-        std::vector<std::string>  texts(n_new);
-        std::vector<const char *> pieces(n_new);
-        std::vector<int32_t>      sizes(n_new);
-        for (int32_t i = 0; i < n_new; i++) {
-            texts [i] = common_token_to_piece(ctx, j.task->tokens[j.n_past + i]);
-            pieces[i] = texts[i].data();
-            sizes [i] = texts[i].size();
-        }
-        n_rows = ggml_ridge_select_digits(row0, row1, pieces.data(), sizes.data(), n_max, rows.data());
-    }
-    rows.resize(std::max(0, n_rows));
-    return rows;
-}
-
 //
 // running
 //
@@ -263,7 +222,8 @@ int32_t server_ridge::begin(int32_t id_slot, job & j) {
     for (int32_t i = j.n_past; i < j.task->n_tokens(); i++) {
         tokens.push_back(j.task->tokens[i]);
     }
-    const std::vector<int32_t> rows = select_rows(j);
+    const std::vector<int32_t> rows = common_ridge_select_rows(defaults, ctx, tokens,
+            std::max(0, j.params.n_sink - j.n_past), (int32_t) tokens.size() - j.params.n_tail);
 
     // another slot's adapter may be set
     common_set_adapter_lora(ctx, j.lora);

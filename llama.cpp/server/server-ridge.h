@@ -87,13 +87,10 @@ class server_ridge {
     std::map<int32_t, job> jobs;  // by slot
     int32_t id_last = -1;         // slot of the last step
 
-    llama_ridge_mode   default_mode() const;
     llama_ridge_params request_params(const server_ridge_request & request) const;
     std::string        provenance(llama_ridge_mode mode) const;
 
     std::string reason_for_exact(const server_task & task, const std::vector<common_adapter_lora_info> & lora, llama_ridge_mode mode) const;
-
-    std::vector<int32_t> select_rows(const job & j) const;
 
     int32_t begin(int32_t id_slot, job & j);
 

@@ -22,7 +22,7 @@ from .errors import RidgeError, RidgefillError
 from .fit import Report, Result, Solution, Wanted, no_report
 from .gather import Estimate, Plan, TextConfig, TextRun  # noqa: F401  (Plan is a public name of this module)
 from .hf import Checkpoint, is_checkpoint
-from .kinds import families
+from .kinds import Targets, families
 from .lib import Context, Model
 from .model_file import check_copy, file_sha256
 from .passes import Pass, layer_groups, sums_path
@@ -228,24 +228,32 @@ class Calibration(TextRun):
 
     def _summing_bytes(self, p: Pass) -> int:
         ctx, splits = self.config.ctx, p.header.splits
-        # our copy and one set in the making, and of a GGUF the library's buffer
-        captured = (2 if self.checkpoint else 3) * 4 * ctx * self.model.n_embd * len(p.captured)
-        # features of a chunk, float32 and the block in float64
-        features = sum((4 * ctx + 8 * min(ctx, MAX_ROWS)) * t.layout.d_in() * len(splits) for t, _ in self.families)
-        return captured + features + self._sums_bytes(p)
+        captured = 4 * ctx * self.model.n_embd * len(p.captured)  # of a GGUF the library has them too
+        # while a chunk is summed for one family: its features, float32 and the block in float64; between chunks: the next one's inputs
+        features = max((4 * ctx + 8 * min(ctx, MAX_ROWS)) * t.layout.d_in() * len(splits) for t, _ in self.families)
+        return (1 if self.checkpoint else 2) * captured + max(features, captured) + self._sums_bytes(p)
+
+    def _solving_bytes(self) -> int:
+        """The solver works on five square matrices, and on five more where maps with and without the row before are mixed, or
+        the rank is bounded."""
+        def of(targets: Targets, kinds: list[str]) -> int:
+            more = ("kv_prev" in kinds and self.config.prev_share < 1) or "input_lr" in kinds
+            return 8 * 5 * (targets.layout.d_in() ** 2 + more * self.model.n_embd**2)
+
+        return max(of(targets, kinds) for targets, kinds in self.families)
+
+    def _maps_bytes(self, p: Pass) -> int:
+        """Of all maps of a pass as float32: at most these wait until every pass is solved."""
+        sizes = ((4 * t.layout.d_in() * t.layout.d_out(il) * len(kinds), il) for t, kinds in self.families for il in p.layers)
+        return sum(size for size, il in sizes for s in self.config.splits if il > s)
 
     def _memory_bytes(self) -> int:
-        c, layers = self.config, [il for p in self.passes for il in p.layers]
-        need, solving = max(map(self._summing_bytes, self.passes)), 0
-        for targets, kinds in self.families:
-            d_in = targets.layout.d_in()
-            need += targets.weight_bytes
-            # maps wait as float32 at most until all are solved; the solver works on five square matrices, and on five more
-            # where maps with and without the row before are mixed, or the rank is bounded
-            need += sum(4 * d_in * targets.layout.d_out(il) for s in c.splits for il in layers if il > s) * len(kinds)
-            more = ("kv_prev" in kinds and c.prev_share < 1) or "input_lr" in kinds
-            solving = max(solving, 8 * 5 * (d_in**2 + more * self.model.n_embd**2))
-        return max(need + solving, self._scoring_bytes())
+        held, most = sum(targets.weight_bytes for targets, _ in self.families), self._scoring_bytes()
+        for p in self.passes:
+            most = max(most, held + self._summing_bytes(p))
+            held += self._maps_bytes(p)
+            most = max(most, held + self._sums_bytes(p) + self._solving_bytes())
+        return most
 
     def _scoring_bytes(self) -> int:
         if not self.attention:

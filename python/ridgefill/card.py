@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import gguf
 
@@ -177,7 +179,7 @@ def render(found: dict, picture: str = "") -> str:
 #
 
 
-def plot(found: dict, path: str | os.PathLike) -> None:
+def plot(found: dict, out: str | os.PathLike | BinaryIO) -> None:
     """Every score by layer, as a picture. Raises PlotsMissing without matplotlib."""
     try:
         from matplotlib.figure import Figure
@@ -198,7 +200,7 @@ def plot(found: dict, path: str | os.PathLike) -> None:
         if len(names) > 1:
             axes.legend()
     figure.suptitle(keys["general.name"], fontsize="small")
-    figure.savefig(path, format="png", dpi=120)
+    figure.savefig(out, format="png", dpi=120)
 
 
 def _outputs(path: str | os.PathLike, plots: str) -> tuple[Path, Path | None]:
@@ -213,21 +215,28 @@ def check_writable(path: str | os.PathLike, force: bool, plots: str = "") -> Non
             raise OutputExists(f"{out} exists already; replace it with --force")
 
 
-def write(path: str | os.PathLike, force: bool = False, plots: str = "") -> tuple[Path, Path | None]:
+def write(path: str | os.PathLike, force: bool = False, plots: str = "", same_is_fine: bool = False) -> tuple[Path, Path | None]:
     """Write NAME.md, and NAME.png if matplotlib is there, beside the file NAME.gguf; the picture into the folder `plots` if
     that is given. Returns the paths, None for a picture that could not be drawn.
 
-    Raises OutputExists when one exists and `force` is not set, PlotsMissing when a folder for plots was given in vain.
+    With `same_is_fine` a card and a picture may exist already that hold the very bytes to be written.
+
+    Raises OutputExists when one exists and may not be replaced, and then writes neither; PlotsMissing when a folder for plots
+    was given in vain.
     """
     found = sidecar.inspect(path)
-    check_writable(path, force, plots)
     card, picture = _outputs(path, plots)
+    drawn = io.BytesIO()
     try:
-        plot(found, picture)
+        plot(found, drawn)
     except PlotsMissing:
         if plots:
             raise
         picture = None
     relative = os.path.relpath(picture, card.parent).replace(os.sep, "/") if picture else ""
-    card.write_text(render(found, relative))
+    new = {card: render(found, relative).encode()} | ({picture: drawn.getvalue()} if picture else {})
+    same = same_is_fine and all(not out.exists() or out.read_bytes() == data for out, data in new.items())
+    check_writable(path, force or same, plots)
+    for out, data in new.items():
+        out.write_bytes(data)
     return card, picture

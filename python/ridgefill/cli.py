@@ -4,7 +4,8 @@ Exit codes: 0 done; 1 a value out of range, or a fault of ours; 2 wrong usage; 3
 missing, or a checkpoint cannot be used; 4 text that cannot be used; 5 activations that cannot be fitted; 6 a file
 exists already; 7 not a sidecar, or a damaged one; 8 sums of something else, unfinished, damaged or in use; 9 documents
 share text; 10 a file cannot be read or written (full disk, no permission); 11 maps that a model fails to verify; 12 the
-doctor found a problem; 13 the doctor cannot tell; 15 models between which no mapper can be fitted; 130 stopped.
+doctor found a problem; 13 the doctor cannot tell; 14 a measurement that cannot be trusted; 15 models between which no
+mapper can be fitted; 130 stopped.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from .commands import card, inspect, mapper, score, verify
 from .commands import text_options as t
 from .commands.common import AsJson, Force, errors_for_people, score_table, stdout
 from .commands.doctor import doctor
+from .commands.evaluate import evaluate
 from .commands.tune import tune
 from .progress import progress, stderr
 
@@ -88,16 +90,16 @@ def calibrate(
         )  # fmt: skip
         quiet = json_output or c.of_torchrun()[0] > 0  # the first process speaks for all
         say = (lambda line: None) if quiet else lambda line: stderr.print(line, soft_wrap=True, highlight=False)
-        card_force = force or (bool(sums) and os.path.exists(sums))  # as for the sidecar, which a run may go on to write
-        for s, k in config.wanted().files() if with_card and out else []:
-            model_card.check_writable(config.out_path(s, k), card_force)
+        resumes = bool(sums) and os.path.exists(sums)  # then the cards may be there already, as the sidecars may
+        for s, k in config.wanted().files() if with_card and out and not resumes else []:
+            model_card.check_writable(config.out_path(s, k), force)
         with c.Calibration(config, say) as run:
             plan = run.plan()
             t.say_plan(plan, say, "fit fewer splits or kinds at a time, or --layers-per-pass N")
             with progress(quiet) as report:
                 results = run.run(report, lambda e: e.n_tokens_left and say(t.estimate(e)))
         for r in results if with_card else []:
-            card.write(r.path, card_force)
+            card.write(r.path, force, same_is_fine=resumes)
     if shard:
         t.print_shard(run, plan, json_output)
     elif run.solves:
@@ -129,7 +131,7 @@ def _print_result(r) -> None:
     stdout.print(f"mean held-out R² {means} over {r.n_heldout_tokens:,} rows; {r.seconds:.0f} s")
 
 
-for command in (inspect.inspect, score.score, verify.verify, card.card, tune, doctor):
+for command in (inspect.inspect, score.score, verify.verify, card.card, tune, doctor, evaluate):
     app.command()(command)
 app.add_typer(mapper.app)
 

@@ -49,24 +49,33 @@ class Cost:
             if name.startswith("blk.") and len(t.shape) > 1
         ) / number("block_count")
 
-    def _map(self, r: Recipe) -> int:
-        """Multiply-adds of one filled row in one layer above the split."""
-        if r.kind in ("input", "input_lr"):  # the layer's own projections follow
-            return self.n_embd * ((self.n_embd if r.kind == "input" else 2 * r.rank) + self._n_kv)
-        return (2 if r.kind == "kv_prev" else 1) * self.n_embd * self._n_kv
+    def fill(self, split: int, kind: str, rank: int = 128) -> float:
+        """Of one filled row in all layers from `split` on. kind identity predicts every layer's input by that of `split`."""
+        # the input of layer `split` itself is exact, and predicting inputs leaves the layers' own projections to do
+        own, above = self.n_embd * self._n_kv, self.n_layer - split - 1
+        if kind in ("input", "input_lr"):
+            return own + above * self.n_embd * ((self.n_embd if kind == "input" else 2 * rank) + self._n_kv)
+        return own + above * (2 if kind == "kv_prev" else 1) * own
 
-    def _rows(self, positions: np.ndarray) -> float:
-        """Of these rows in one layer."""
-        return len(positions) * self._layer + self._attention * float((positions + 1).sum())
+    def _rows(self, n: int, seen: np.ndarray) -> float:
+        """Of n rows in one layer, which attend to `seen` rows each."""
+        return n * self._layer + self._attention * float(seen.sum())
 
     def exact(self, n: int) -> float:
         """Of a prompt of n rows."""
-        return self.n_layer * self._rows(np.arange(n))
+        return self.n_layer * self._rows(n, np.arange(1, n + 1))
+
+    def partly(self, kept: np.ndarray, split: int, fill: float, hidden: bool = False) -> float:
+        """Of a prompt whose rows run every layer where `kept` (bool [n]), else those below `split` and `fill` in the others.
+
+        hidden  the layers from `split` on see the kept rows alone, as in mode nofill
+        """
+        n, rows = len(kept), np.flatnonzero(kept)
+        seen = np.arange(1, len(rows) + 1) if hidden else rows + 1
+        below, above = split * self._rows(n, np.arange(1, n + 1)), (self.n_layer - split) * self._rows(len(rows), seen)
+        return below + above + (n - len(rows)) * fill
 
     def filled(self, n: int, r: Recipe) -> float:
         """Of a prompt of n rows that is filled as `r` says."""
         rows = np.arange(n)
-        kept = (rows < r.sink) | (rows >= n - r.tail)
-        n_filled, above = int((~kept).sum()), self.n_layer - r.split
-        fill = self.n_embd * self._n_kv + (above - 1) * self._map(r)
-        return r.split * self._rows(rows) + above * self._rows(rows[kept]) + n_filled * fill
+        return self.partly((rows < r.sink) | (rows >= n - r.tail), r.split, self.fill(r.split, r.kind, r.rank))

@@ -18,19 +18,21 @@ class Stopped(RidgefillError):
 class StopRequest:
     """In `with`: the first Ctrl-C (SIGINT) or SIGTERM only sets `asked`; the next one acts as it did before.
 
+    `answer` is what the user is told then.
+
     Python takes signals in its main thread; in any other this changes nothing.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-    def __init__(self):
-        self.asked = False
+    def __init__(self, answer: str = "stopping after this chunk, to save the sums"):
+        self.asked, self.answer = False, answer
         self._before: dict[int, object] = {}
 
     def _ask(self, *_) -> None:
         self.asked = True
         self._restore()
-        print("stopping after this chunk, to save the sums; once more stops at once", file=sys.stderr, flush=True)
+        print(f"{self.answer}; once more stops at once", file=sys.stderr, flush=True)
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

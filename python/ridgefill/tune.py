@@ -300,8 +300,6 @@ class Tuner:
         arms = [Arm("exact"), Arm("cut"), *(Arm("fill", split, kind=k) for split, k in recipes)]
         journal = self._journal(f"loss-t{tail}", arms=[a.name for a in arms], maps=[m.hash for m in engine.maps.values()])
         records = self._each("loss", windows, journal, lambda w: loss.score_window(engine, arms, w, tail))
-        if not any(r["n_key"] for r in records):  # short windows may hold no token that needs more than the tail
-            records = [r | {"n_key": None} for r in records]
         return report.summarise_loss(records)
 
     def _measure(self, splits: list[int], documents: Sequence[Document]) -> tuple[list[Candidate], Candidate, int, dict[str, int]]:

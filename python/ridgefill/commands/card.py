@@ -26,11 +26,11 @@ def card(
         say(f"{written['card']}: model card" + (f"; scores by layer in {written['plots']}" if written["plots"] else ""))
 
 
-def write(file: str, force: bool, plots: str = "") -> dict[str, str | None]:
+def write(file: str, force: bool, plots: str = "", same_is_fine: bool = False) -> dict[str, str | None]:
     """Write the card of a file, and say so on stderr when there can be no picture. Returns the paths."""
     from .. import card as c
 
-    md, png = c.write(file, force, plots)
+    md, png = c.write(file, force, plots, same_is_fine)
     if png is None:
         print(f"{md}: without plots, for which matplotlib is missing: pip install 'ridgefill[plots]'", file=sys.stderr)
     return {"card": str(md), "plots": None if png is None else str(png)}

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
+_LEVEL = re.compile(r"^([\d.]+ )?[DIWE] ")  # time and level of a line of a log
 _START = re.compile(r"[:|] +")  # what programs put before a message ends so
 
 
@@ -92,7 +93,7 @@ def _whole(text: str, within: str | None) -> Found | None:
 
 def explain(text: str) -> list[Found]:
     """The message at the end of a line, and what it quotes: the outermost first, the cause last. [] if it has none."""
-    text = text.strip()
+    text = _LEVEL.sub("", text.strip())
     for start in (0, *(m.end() for m in _START.finditer(text))):
         if found := _whole(text[start:], None):
             break

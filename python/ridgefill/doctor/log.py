@@ -1,4 +1,4 @@
-"""The doctor looks at the log of a server, or of a program that uses the library."""
+"""The doctor looks at the log of a server, of another tool, or of a program that uses the library."""
 
 from __future__ import annotations
 
@@ -37,6 +37,9 @@ class _Run:
             entry = chain[-1].entry
             if entry.group == "prompt":
                 self._add_prompt(chain[-1].text)
+            if chain[0].entry.group == "rows":
+                _, filled, seen, _ = chain[0].values
+                self.rows.update(filled=int(filled), exact=int(seen) - int(filled))
             self.messages.setdefault(entry.verdict, []).append((n, chain))
         elif _OURS_ALONE.search(text):
             self.unknown.append(n)
@@ -108,6 +111,10 @@ def diagnose(path: str | os.PathLike) -> Report:
     if run.prompts:
         found = judge_prompts(run.prompts)
         return Report.of(found.verdict, found.diagnosis, (*checks, *found.checks, *faults), (*found.do, *do))
+    if run.rows:  # of a tool, whose last line is of all its prompts
+        n = run.rows["filled"]
+        do += [d for _, chain in fine if not n and chain[-1].entry.group == "rows" for d in advice(chain)]
+        return Report.of("healthy" if n else "problem", f"{n:,} of {run.rows.total():,} rows were filled.", checks + faults, do)
     if fine or any(chain[-1].entry.group.startswith("other_") for _, chain in warnings):  # maps that differ are loaded
         return Report.of("healthy", judge_prompts(run.prompts).diagnosis, checks + faults, do)
     nothing = (

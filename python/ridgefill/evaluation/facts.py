@@ -15,8 +15,9 @@ import numpy as np
 
 from .. import lib
 from ..text import Document
-from .arms import Arm, Engine
+from .arms import Arm, Engine, Filled
 from .errors import EvaluationError
+from .prompts import Filler, Form, check_length, check_question, compose, rows_of, sentences
 from .texts import rng
 
 N_ANSWER = 24  # tokens decoded at most: a sentence with a long name and seven digits
@@ -38,7 +39,6 @@ NOUNS = (
     "marble needle orange pillow rabbit spider turtle"
 ).split()
 N_DIGITS, N_NOUNS = 7, 3
-SLACK = 24  # rows that a prompt may be short of its length: it is filled up with whole words
 OPENING = "Read the text, then answer the question at the end."
 
 
@@ -113,12 +113,6 @@ class FactItem:
     value_rows: tuple[int, int]
 
 
-def sentences(text: str) -> list[str]:
-    """Sentences of a text on one line each, without the very long ones (tables, listings)."""
-    parts = re.split(r"(?<=[.!?]) (?=[A-Z\"'(])", re.sub(r"\s+", " ", text))
-    return [s for s in parts if 20 <= len(s) <= 600]
-
-
 def make_item(
     model, docs: Sequence[Document], kind: str, seed: int, n_rows: int, n_tail: int, depth: float, n_sink: int = 4
 ) -> FactItem:
@@ -137,24 +131,8 @@ def make_item(
     if last_start < 0:
         raise EvaluationError(f"{doc.name}: expected at least {n_rows} tokens of sentences, found {sum(lengths)}")
     start = int(r.integers(last_start + 1))
-    filler, lengths = filler[start:], lengths[start:]
-
-    n_head = len(prompt_tokens(model, [], fact.question)) - len(model.tokenize(fact.question))
-    target = n_sink + depth * (n_rows - n_tail - n_sink) - n_head
-    at, seen = 0, 0
-    while at < len(filler) and seen + lengths[at] / 2 < target:
-        seen += lengths[at]
-        at += 1
-    before, words = [*filler[:at], fact.sentence], " ".join(filler[at:]).split(" ")
-
-    def with_words(n: int) -> list[int]:
-        return prompt_tokens(model, [*before, " ".join(words[:n])], fact.question)
-
-    low, high = 0, len(words)
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if len(with_words(middle)) <= n_rows else (low, middle - 1)
-    tokens = with_words(low)
+    used = Filler(tuple(filler[start:]), tuple(lengths[start:]), (doc.name,))
+    tokens = compose(model, Form(OPENING, fact.question), used, [(depth, fact.sentence)], n_rows, n_tail, n_sink, latest=n_rows)
     pieces = [model.piece(t) for t in tokens]
     item = FactItem(
         seed, fact, doc.name, depth, tuple(tokens), n_tail, rows_of(pieces, fact.sentence), rows_of(pieces, fact.value)
@@ -163,38 +141,13 @@ def make_item(
     return item
 
 
-def prompt_tokens(model, body: Sequence[str], question: str) -> list[int]:
-    text = f"{OPENING}\n\n{' '.join(body).strip()}\n\n{question}"
-    return model.tokenize(model.chat([{"role": "user", "content": text}]), add_special=True, parse_special=True)
-
-
-def rows_of(pieces: Sequence[bytes], text: str) -> tuple[int, int]:
-    """[first, last + 1) tokens that hold any byte of `text`, which must occur exactly once.
-
-    Raises EvaluationError if it does not.
-    """
-    whole, needle = b"".join(pieces), text.encode()
-    if whole.count(needle) != 1:
-        raise EvaluationError(f"expected {text!r} once in the prompt, found it {whole.count(needle)} times")
-    begin = whole.index(needle)
-    end, at, rows = begin + len(needle), 0, []
-    for i, piece in enumerate(pieces):
-        if at < end and at + len(piece) > begin:
-            rows.append(i)
-        at += len(piece)
-    return rows[0], rows[-1] + 1
-
-
 def check_item(item: FactItem, pieces: Sequence[bytes], n_rows: int, n_sink: int) -> None:
     """The rules of an item. Raises EvaluationError naming the one that is broken."""
     n, (first, end), what = len(item.tokens), item.fact_rows, f"item {item.seed} ({item.fact.kind})"
-    if not n_rows - SLACK <= n <= n_rows:
-        raise EvaluationError(f"{what}: expected {n_rows - SLACK} to {n_rows} rows, found {n}")
+    check_length(n, n_rows, what)
     if first < n_sink or end > n - item.n_tail:
         raise EvaluationError(f"{what}: expected the fact in rows {n_sink} to {n - item.n_tail}, found {first} to {end}")
-    question = rows_of(pieces, item.fact.question)[0]
-    if question < n - item.n_tail:
-        raise EvaluationError(f"{what}: expected the question in the last {item.n_tail} of {n} rows, found row {question}")
+    check_question(pieces, item.fact.question, item.n_tail, what)
     named = b"".join(pieces).count(item.fact.name.encode())
     if named != 2:
         raise EvaluationError(f"{what}: expected {item.fact.name} in fact and question only, found it {named} times")
@@ -210,10 +163,10 @@ def make_items(
     ]
 
 
-def answer_tokens(engine: Engine, logits: np.ndarray, fact: Fact) -> list[int]:
-    """Greedy answer after logits [n_vocab] of the prompt's last row, up to N_ANSWER tokens or until it is decided."""
+def answer_tokens(engine: Engine, logits: np.ndarray, judge, n_most: int = N_ANSWER) -> list[int]:
+    """Greedy answer after logits [n_vocab] of the prompt's last row, up to n_most tokens or until judge.decided(answer)."""
     tokens, answer = [], ""
-    while len(tokens) < N_ANSWER and not fact.decided(answer):
+    while len(tokens) < n_most and not judge.decided(answer):
         new = lib.greedy(engine.ctx, logits, 1)
         if not new:
             break
@@ -223,15 +176,20 @@ def answer_tokens(engine: Engine, logits: np.ndarray, fact: Fact) -> list[int]:
     return tokens
 
 
+def respond(engine: Engine, arm: Arm, item, judge, n_most: int = N_ANSWER) -> tuple[str, Filled]:
+    """The answer to an item with `tokens`, `n_tail` and `seed`, its prompt processed as the arm says, and what was filled."""
+    rest, pos0, done = engine.begin(arm, item.tokens, item.n_tail, seed=item.seed)
+    logits = engine.ctx.decode(rest, pos0=pos0)[0]
+    return engine.model.detokenize(answer_tokens(engine, logits, judge, n_most)), done
+
+
 def ask(engine: Engine, arm: Arm, item: FactItem) -> dict:
     """The record of one answer.
 
     Raises EvaluationError when the fact's rows are not treated as the arm says: all filled, or, with digit rows exact,
     every row of a number's digits exact.
     """
-    rest, pos0, done = engine.begin(arm, item.tokens, item.n_tail, seed=item.seed)
-    logits = engine.ctx.decode(rest, pos0=pos0)[0]
-    answer = engine.model.detokenize(answer_tokens(engine, logits, item.fact))
+    answer, done = respond(engine, arm, item, item.fact)
     filled, value = set(done.filled.tolist()), range(*item.value_rows)
     n_fact = sum(r in filled for r in range(*item.fact_rows))
     n_value = sum(r in filled for r in value)
@@ -243,6 +201,7 @@ def ask(engine: Engine, arm: Arm, item: FactItem) -> dict:
             raise EvaluationError(
                 f"{arm.name}, item {item.seed}: expected every digit of the fact exact, found {n_value} filled rows"
             )
+    hit = item.fact.answered(answer)
     return {
         "arm": arm.name,
         "kind": item.fact.kind,
@@ -252,10 +211,12 @@ def ask(engine: Engine, arm: Arm, item: FactItem) -> dict:
         "n_rows": len(item.tokens),
         "n_filled": len(filled),
         "n_chosen": len(done.chosen),
+        "cost": done.cost,
         "fact_rows": list(item.fact_rows),
         "n_fact_filled": n_fact,
         "n_value_filled": n_value,
         "value": item.fact.value,
         "answer": answer,
-        "hit": item.fact.answered(answer),
+        "score": float(hit),
+        "hit": hit,
     }

@@ -2,27 +2,53 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
-from .arms import Arm, Engine
+from .. import lib
+from .arms import Arm, Engine, Filled
 from .errors import EvaluationError, finite
-from .texts import Window
+from .texts import Window, rng
 
 KEY_NATS = 2.0  # a key token is worse by this much when the context is cut to the tail
+N_GRAM = 8  # a token inside so many tokens in a row that the prompt holds too can be copied: it is not new
+KL_EDGES = np.logspace(-8, 2, 41)  # of the histograms of KL, nats; what lies outside counts in the first and the last bin
 
 
-def next_logits(engine: Engine, arm: Arm, window: Window, n_tail: int, seed: int = 0) -> np.ndarray:
-    """Logits [n_scored, n_vocab], float32, that predict the window's scored tokens.
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """What an arm predicts.
 
-    The prefix goes into the cache as the arm says; the scored tokens are decoded exactly over it.
+    logits     [n_scored, n_vocab], float32, that predict the window's scored tokens
+    continued  [n_decode, n_vocab], that predict the tokens of a continuation of the prompt; none without one
+    filled     what the prefill did
+    """
+
+    logits: np.ndarray
+    continued: np.ndarray
+    filled: Filled
+
+
+def read(
+    engine: Engine, arm: Arm, window: Window, n_tail: int, seed: int = 0, continuation: Sequence[int] = ()
+) -> Reading:
+    """Put the prefix into the cache as the arm says and decode the scored tokens exactly over it; then, in their place, the
+    continuation.
     """
     prompt, scored = window.tokens[: window.n_prefix], window.tokens[window.n_prefix :]
-    rest, pos0, _ = engine.begin(arm, prompt, n_tail, seed)
+    rest, pos0, filled = engine.begin(arm, prompt, n_tail, seed)
     tokens = rest + list(scored[:-1])
     # the prompt's last row predicts the first scored token
-    return engine.ctx.decode(tokens, pos0=pos0, logits=range(len(rest) - 1, len(tokens)))
+    logits = engine.ctx.decode(tokens, pos0=pos0, logits=range(len(rest) - 1, len(tokens)))
+    end = pos0 + len(rest)
+    engine.ctx.seq_rm(0, end)
+    continued = logits[: bool(continuation)]
+    if len(continuation) > 1:
+        more = engine.ctx.decode(continuation[:-1], pos0=end, logits="all")
+        continued = np.concatenate([continued, more])
+    return Reading(logits, continued, filled)
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -31,9 +57,10 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True, dtype=np.float64)).astype(np.float32)
 
 
-def score_window(engine: Engine, arms: Sequence[Arm], window: Window, n_tail: int, seed: int = 0) -> list[dict]:
-    """One record per arm: mean loss (nats), agreement of the likeliest token with exact, mean KL(exact || arm), and the loss
-    over the key tokens of the window (those that are worse by KEY_NATS when the context is cut to the tail).
+def score_window(
+    engine: Engine, arms: Sequence[Arm], window: Window, n_tail: int, seed: int = 0, n_decode: int = 0
+) -> list[dict]:
+    """One record per arm; record() lists the figures. `n_decode` tokens are decoded greedily after the prompt, 0: none.
 
     arms must hold exact; key-token figures need cut and are None without it.
 
@@ -42,19 +69,32 @@ def score_window(engine: Engine, arms: Sequence[Arm], window: Window, n_tail: in
     exact = Arm("exact")
     if exact not in arms:
         raise EvaluationError("expected the arm exact among the arms, found none: the others are compared with it")
+    seed = int(rng(seed, "rows", window.document).integers(2**31))  # of random rows: others in each window
+    readings = {exact: read(engine, exact, window, n_tail)}
+    # the cache holds the prompt alone
+    greedy = lib.greedy(engine.ctx, readings[exact].logits[0], n_decode, stop_at_eog=False) if n_decode else []
+    reference = log_softmax(readings[exact].logits)
     target = np.array(window.tokens[window.n_prefix :])
-    index = np.arange(len(target))
-    reference = log_softmax(next_logits(engine, exact, window, n_tail))
-    nll, top1, kl = {exact: -reference[index, target]}, {exact: 1.0}, {exact: 0.0}
+    nll, kl, records = {}, {}, []
     for arm in arms:
-        if arm == exact:
-            continue
-        lp = log_softmax(next_logits(engine, arm, window, n_tail, seed))
-        nll[arm] = -lp[index, target]
-        top1[arm] = float((lp.argmax(axis=1) == reference.argmax(axis=1)).mean())
-        kl[arm] = float((np.exp(reference) * (reference - lp)).sum(axis=1, dtype=np.float64).mean())
+        r = readings.get(arm) or read(engine, arm, window, n_tail, seed, greedy)
+        lp = log_softmax(r.logits)
+        nll[arm] = -lp[np.arange(len(target)), target]
+        kl[arm] = (np.exp(reference) * (reference - lp)).sum(axis=1, dtype=np.float64)
+        records.append({
+            "top1": float((lp.argmax(axis=1) == reference.argmax(axis=1)).mean()),
+            "decode": None if not greedy else 1.0 if arm == exact else agreement(r.continued.argmax(axis=1), greedy),
+            "n_filled": len(r.filled.filled), "n_chosen": len(r.filled.chosen), "cost": r.filled.cost,
+        })  # fmt: skip
     key = key_tokens(nll[exact], nll[Arm("cut")]) if Arm("cut") in nll else None
-    return [record(arm, window, nll[arm], top1[arm], kl[arm], key) for arm in arms]
+    new = np.flatnonzero(new_tokens(window))
+    return [record(arm, window, nll[arm], kl[arm], new, key) | more for arm, more in zip(arms, records, strict=True)]
+
+
+def agreement(found: np.ndarray, expected: Sequence[int]) -> float:
+    """Share of `expected` in front of the first token that is another: what a greedy answer has in common with it."""
+    differs = np.flatnonzero(found != np.asarray(expected))
+    return float(differs[0] / len(expected)) if len(differs) else 1.0
 
 
 def key_tokens(exact: np.ndarray, cut: np.ndarray) -> np.ndarray:
@@ -62,16 +102,36 @@ def key_tokens(exact: np.ndarray, cut: np.ndarray) -> np.ndarray:
     return np.flatnonzero(cut - exact >= KEY_NATS)
 
 
-def record(arm: Arm, window: Window, nll: np.ndarray, top1: float, kl: float, key: np.ndarray | None) -> dict:
+def new_tokens(window: Window, n: int = N_GRAM) -> np.ndarray:
+    """bool [n_scored]: tokens that stand in no n tokens in a row which the prompt holds too."""
+    tokens, n_prefix = window.tokens, window.n_prefix
+    held = {tokens[i : i + n] for i in range(n_prefix - n + 1)}
+    copied = np.zeros(len(tokens), bool)
+    for i in range(max(0, n_prefix - n + 1), len(tokens) - n + 1):
+        if tokens[i : i + n] in held:
+            copied[i : i + n] = True
+    return ~copied[n_prefix:]
+
+
+def record(arm: Arm, window: Window, nll: np.ndarray, kl: np.ndarray, new: np.ndarray, key: np.ndarray | None) -> dict:
+    """Figures of one arm on one window, losses in nats.
+
+    nll, kl    [n_scored], loss and KL(exact || arm) of each scored token
+    new, key   indices of new tokens and of key tokens
+    """
     what = f"{arm.name} on {window.document}"
+    finite(nll, what), finite(kl, what)
     return {
         "arm": arm.name,
         "document": window.document,
         "start": window.start,
         "tokens_sha256": window.sha256,
-        "loss": float(finite(nll, what).mean()),
-        "top1": float(finite(top1, what)),
-        "kl": float(finite(kl, what)),
+        "loss": float(nll.mean(dtype=np.float64)),
+        "kl": float(kl.mean()),
+        "kl_median": float(np.median(kl)),
+        "kl_counts": np.histogram(np.clip(kl, KL_EDGES[0], KL_EDGES[-1]), KL_EDGES)[0].tolist(),
+        "n_new": len(new),
+        "new_loss_sum": float(nll[new].sum(dtype=np.float64)),
         "n_key": None if key is None else len(key),
         "key_loss_sum": None if key is None else float(nll[key].sum(dtype=np.float64)),
     }

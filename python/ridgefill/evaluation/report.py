@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
-from rich.table import Table
+from rich.table import Column, Table
 
 from . import stats
 from .arms import Arm
@@ -40,9 +40,10 @@ def by_arm(records: Sequence[dict], item: str) -> dict[str, list[dict]]:
 
 
 def summarise_loss(records: Sequence[dict]) -> dict:
-    """Per arm: mean loss, loss over exact, top-1 agreement, KL, loss over exact on key tokens; each with its interval.
+    """Per arm: mean loss; and of the others, loss over exact (of all, of new and of key tokens), p of the first, top-1 agreement,
+    mean KL, median KL of a document, what greedy decoding has in common with exact's; each with its interval over documents.
 
-    Raises EvaluationError when exact was not measured.
+    Figures that were not measured are None. Raises EvaluationError when exact was not measured.
     """
     arms = by_arm(records, "document")
     if "exact" not in arms:
@@ -51,27 +52,38 @@ def summarise_loss(records: Sequence[dict]) -> dict:
     out = {}
     for name, rows in arms.items():
         loss = [r["loss"] for r in rows]
-        out[name] = {"loss": stats.mean(loss, f"loss of {name}").as_dict()}
+        out[name] = {"loss": stats.mean(loss, f"loss of {name}").as_dict(), "cost": _mean_cost(rows)}
         if name == "exact":
             continue
+        exact_loss = [r["loss"] for r in exact]
         out[name] |= {
-            "over_exact": stats.mean_difference(loss, [r["loss"] for r in exact], f"loss of {name} over exact").as_dict(),
-            "top1": stats.mean([r["top1"] for r in rows], f"top-1 of {name}").as_dict(),
-            "kl": stats.mean([r["kl"] for r in rows], f"KL of {name}").as_dict(),
-            "key_over_exact": key_over_exact(rows, exact),
+            "over_exact": stats.mean_difference(loss, exact_loss, f"loss of {name} over exact").as_dict(),
+            "p": stats.paired_p(loss, exact_loss, f"loss of {name} over exact"),
+            "new_over_exact": over_exact(rows, exact, "new"),
+            "key_over_exact": over_exact(rows, exact, "key"),
         }
+        for figure in ("top1", "kl", "kl_median", "decode"):
+            values = [r[figure] for r in rows]
+            out[name][figure] = None if values[0] is None else stats.mean(values, f"{figure} of {name}").as_dict()
     return out
 
 
-def key_over_exact(rows: Sequence[dict], exact: Sequence[dict]) -> dict | None:
-    """Mean loss over exact on all key tokens together; None where they were not measured. Documents weigh by their tokens."""
-    if any(r["n_key"] is None for r in rows):
+def _mean_cost(rows: Sequence[dict]) -> float:
+    return float(finite([r["cost"] for r in rows], "cost").mean())
+
+
+def over_exact(rows: Sequence[dict], exact: Sequence[dict], tokens: str) -> dict | None:
+    """Mean loss over exact on all tokens of a sort (new or key) together; documents weigh by how many they have. None where the
+    sort was not measured or there is no such token.
+    """
+    if any(r[f"n_{tokens}"] is None for r in rows):
         return None
-    n = finite([r["n_key"] for r in rows], "key tokens")
+    n = finite([r[f"n_{tokens}"] for r in rows], f"{tokens} tokens")
     if not n.sum():
-        raise EvaluationError("key tokens: expected at least one, found none")
-    more = finite([r["key_loss_sum"] - e["key_loss_sum"] for r, e in zip(rows, exact, strict=True)], "key-token loss")
-    return stats.ratio(more, n, "key-token loss over exact").as_dict() | {"n_tokens": int(n.sum())}
+        return None
+    more = [r[f"{tokens}_loss_sum"] - e[f"{tokens}_loss_sum"] for r, e in zip(rows, exact, strict=True)]
+    found = stats.ratio(finite(more, f"loss of {tokens} tokens"), n, f"loss of {tokens} tokens over exact")
+    return found.as_dict() | {"n_tokens": int(n.sum())}
 
 
 def loss_ratio(records: Sequence[dict], worse: str, better: str) -> dict:
@@ -85,7 +97,8 @@ def compare_loss(records: Sequence[dict], a: str, b: str) -> dict:
     """Loss of arm `a` over that of arm `b`, on all tokens and on key tokens, paired by document."""
     arms = by_arm(records, "document")
     more = stats.mean_difference(*([r["loss"] for r in arms[name]] for name in (a, b)), f"loss of {a} over {b}")
-    return {"a": a, "b": b, "loss": more.as_dict(), "key": key_over_exact(arms[a], arms[b])}
+    p = stats.paired_p(*([r["loss"] for r in arms[name]] for name in (a, b)))
+    return {"a": a, "b": b, "loss": more.as_dict(), "p": p, "key": over_exact(arms[a], arms[b], "key")}
 
 
 #
@@ -94,7 +107,8 @@ def compare_loss(records: Sequence[dict], a: str, b: str) -> dict:
 
 
 def summarise_facts(records: Sequence[dict]) -> dict:
-    """Per arm: hits with a Wilson interval; share of what exact gets; McNemar's test against exact; rows.
+    """Per arm: hits with a Wilson interval, mean score, hits by depth; share of what exact gets; hits less those of exact, and
+    McNemar's test of them; rows and cost.
 
     Raises EvaluationError when exact was not measured.
     """
@@ -106,25 +120,61 @@ def summarise_facts(records: Sequence[dict]) -> dict:
     out = {}
     for name, rows in arms.items():
         k, n = int(hits[name].sum()), len(rows)
+        mcnemar = dataclasses.asdict(stats.mcnemar(hits["exact"], hits[name], name))
         out[name] = {
             "hits": k,
             "n": n,
             "share": stats.share(k, n, f"hits of {name}").as_dict(),
+            "score": stats.mean([r["score"] for r in rows], f"score of {name}").as_dict(),
+            "depths": by_depth(rows),
             "of_exact": k / n_exact if n_exact else None,
-            "mcnemar_exact": dataclasses.asdict(stats.mcnemar(hits["exact"], hits[name], name)),
+            "over_exact": stats.share_difference(hits[name], hits["exact"], name).as_dict(),
+            "p": mcnemar["p"],
+            "mcnemar_exact": mcnemar,
             "rows": float(np.mean([r["n_rows"] for r in rows])),
             "filled_rows": float(np.mean([r["n_filled"] for r in rows])),
             "chosen_rows_median": float(np.median([r["n_chosen"] for r in rows])),
             "chosen_rows_max": max(r["n_chosen"] for r in rows),
+            "cost": _mean_cost(rows),
         }
     return out
 
 
+def by_depth(rows: Sequence[dict]) -> list[dict]:
+    """Hits of one arm at each depth, with Wilson intervals; empty where the items have none."""
+    depths = sorted({r["depth"] for r in rows if r["depth"] is not None})
+    groups = [(d, [r["hit"] for r in rows if r["depth"] == d]) for d in depths]
+    return [{"depth": d, "hits": sum(g)} | stats.share(sum(g), len(g), f"hits at depth {d}").as_dict() for d, g in groups]
+
+
 def compare_facts(records: Sequence[dict], a: str, b: str) -> dict:
-    """McNemar between two arms on the same items."""
+    """Hits of arm `a` less those of arm `b` on the same items, and McNemar's test of them."""
     arms = by_arm(records, "seed")
     x, y = (np.array([r["hit"] for r in arms[name]], bool) for name in (a, b))
-    return {"a": a, "b": b} | dataclasses.asdict(stats.mcnemar(x, y, f"{a} against {b}"))
+    more = stats.share_difference(x, y, f"{a} against {b}").as_dict()
+    return {"a": a, "b": b, "share": more} | dataclasses.asdict(stats.mcnemar(x, y, f"{a} against {b}"))
+
+
+#
+# conclusions
+#
+
+
+def adjust(family: Sequence[dict]) -> None:
+    """Put Holm's adjusted `p_holm` beside the `p` of every comparison of a family."""
+    if family:
+        for comparison, p in zip(family, stats.holm([c["p"] for c in family]), strict=True):
+            comparison["p_holm"] = p
+
+
+def conclude(summary: dict, margin: float) -> list[dict]:
+    """Put a `verdict` on each arm but exact: is it equal to exact within the margin? Returns the arms that make up the family:
+    the noise floor is no claim and belongs to none.
+    """
+    for name, s in summary.items():
+        if name != "exact":
+            s["verdict"] = stats.verdict(stats.Estimate(**s["over_exact"]), margin)
+    return [s for name, s in summary.items() if name not in ("exact", "noise")]
 
 
 #
@@ -164,7 +214,7 @@ class Bounds:
 
     n_documents: int = 20
     n_facts: int = 40
-    loss: float = 0.034
+    loss: float = 0.03
     times: float = 3.0
     recall: float = 0.90
     kept: float = 0.95
@@ -177,7 +227,20 @@ KINDS_EQUAL, KEY_GAIN = 0.01, 1.0  # nats
 def kind_pairs(arms: Sequence[Arm]) -> list[tuple[Arm, Arm]]:
     """Arms that differ in the kind of maps alone: kv beside input, and kv_prev beside kv."""
     beside = {"kv": "input", "kv_prev": "kv"}
-    pairs = [(a, dataclasses.replace(a, kind=beside[a.kind])) for a in arms if a.kind in beside]
+    pairs = [(a, dataclasses.replace(a, kind=beside[a.kind])) for a in arms if a.mode == "fill" and a.kind in beside]
+    return [(a, b) for a, b in pairs if b in arms]
+
+
+def control_pairs(arms: Sequence[Arm]) -> list[tuple[Arm, Arm]]:
+    """Each fill beside what it must be better than: the kind of maps before it, identity, a nofill of equal cost; and random rows
+    beside as many rows of a longer tail.
+    """
+    pairs = kind_pairs(arms)
+    for a in arms:
+        if a.mode == "fill" and a.rows == "none":
+            pairs += [(a, Arm("identity", a.split)), (a, Arm("nofill", a.split, "equal", a.kind))]
+        if a.mode == "fill" and a.rows == "random" and a.budget:
+            pairs += [(a, dataclasses.replace(a, rows="tail"))]
     return [(a, b) for a, b in pairs if b in arms]
 
 
@@ -186,7 +249,9 @@ def kinds_criteria(pairs: Sequence[dict], shallow: int) -> list[Criterion]:
     less by KEY_GAIN on key tokens."""
     out = []
     for p in pairs:
-        name, b = f"loss of {p['a']} over {p['b']}", Arm.parse(p["b"])
+        name, a, b = f"loss of {p['a']} over {p['b']}", Arm.parse(p["a"]), Arm.parse(p["b"])
+        if (a, b) not in kind_pairs((a, b)):
+            continue
         if b.kind == "input":
             out.append(Criterion(f"{name}, either way", abs(p["loss"]["value"]), "<=", KINDS_EQUAL))
             continue
@@ -234,7 +299,7 @@ def span(e: dict, digits: int = 3, sign: str = "+") -> str:
 
 
 def loss_table(summary: dict, title: str) -> Table:
-    table = Table("arm", "loss", "over exact, nats", "key tokens, over exact", "top-1", "KL", title=title)
+    table = Table(Column("arm", no_wrap=True), "loss", "over exact, nats", "key tokens, over exact", "top-1", "KL", title=title)
     for name, s in summary.items():
         if name == "exact":
             table.add_row(name, f"{s['loss']['value']:.3f}")
@@ -252,7 +317,7 @@ def loss_table(summary: dict, title: str) -> Table:
 
 
 def pairs_table(pairs: Sequence[dict], title: str) -> Table:
-    table = Table("arm", "over", "loss, nats", "key tokens", title=title)
+    table = Table(Column("arm", no_wrap=True), Column("over", no_wrap=True), "loss, nats", "key tokens", title=title)
     for p in pairs:
         table.add_row(p["a"], p["b"], span(p["loss"], 4), span(p["key"], 2) if p["key"] else "-")
     return table
@@ -260,7 +325,7 @@ def pairs_table(pairs: Sequence[dict], title: str) -> Table:
 
 def facts_table(summary: dict, title: str) -> Table:
     table = Table(
-        "arm",
+        Column("arm", no_wrap=True),
         "recalled",
         "share [95 %]",
         "of exact",
