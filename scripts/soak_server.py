@@ -229,16 +229,16 @@ def leave(load: Load, rng: random.Random) -> str:
 
 
 def slot_file(load: Load, rng: random.Random) -> str:
-    """Save a slot, or restore or erase one. A slot with filled rows is refused in words."""
+    """Save a slot, or restore or erase one. Rows of mode nofill are not saved, and a file is not restored where it is missing or has no room."""
     what, slot = rng.choice(("save", "restore", "erase")), rng.randrange(N_SLOTS)
     time.sleep(rng.uniform(0, 3))
     try:
         load.soak.server.post(f"/slots/{slot}?action={what}", {"filename": f"{rng.randrange(2)}.bin"})
     except ServerError as e:
-        if what == "save" and "status 400" in str(e) and "filled by RidgeFill" in str(e):
-            return "save refused: filled"
-        if what == "restore" and "status 400" in str(e):
-            return "restore refused: no such file yet"
+        if what == "save" and "status 501" in str(e) and "mode nofill" in str(e):
+            return "save refused: nofill"
+        if what == "restore" and "status 400" in str(e) and ("could not be opened" in str(e) or "have room" in str(e)):
+            return "restore refused: no file or no room"
         raise
     return what
 

@@ -161,6 +161,8 @@ def test_a_short_prompt_runs_exactly(llm, make, texts):
     ({"ridge_tail": N // 2 + 1}, (0, "short")),
     ({"ridge_tail": N, "ridge_min_prompt": 1}, (0, "short")),
     ({"ridge_min_prompt": N}, (N - TAIL - 4, None)),
+    ({"ridge_tail": N - 5, "ridge_min_prompt": 0}, (1, None)),
+    ({"ridge_tail": N - 4, "ridge_min_prompt": 0}, (0, "short")),
     ({"ridge_min_prompt": N + 1}, (0, "short")),
     ({"ridge_rows": "random", "ridge_budget": 100}, (N - TAIL - 104, None)),
     ({"ridge_tail": np.int32(TAIL), "ridge_rows": "random", "ridge_budget": np.float32(9), "ridge_seed": np.int64(3)}, (N - TAIL - 13, None)),

@@ -175,6 +175,7 @@ def test_misspelt_keywords_of_a_new_object_raise(model, make):
     ({"ridge_mode": "ful"}, "ridge_mode: expected off, plumb, identity, nofill or fill, found 'ful'"),
     ({"ridge_tail": 0}, "ridge_tail: expected a whole number of rows, 1 or more, found 0"),
     ({"ridge_tail": 1.5}, "ridge_tail: .* found 1.5"),
+    ({"ridge_min_prompt": -1}, "ridge_min_prompt: expected a whole number of rows, 0 or more, found -1"),
     ({"ridge_min_prompt": True}, "ridge_min_prompt: .* found True"),
     ({"ridge_rows": "best"}, "ridge_rows: expected none, random or digits, found 'best'"),
     ({"ridge_budget": -1}, "ridge_budget: .* found -1"),

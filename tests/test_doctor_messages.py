@@ -40,7 +40,7 @@ def test_every_reason_of_the_server_is_in_the_catalogue():
             source = path.read_text()
             texts = re.findall(r"reason\s*=(?!=)([^;]*);", source)
             texts += re.findall(r"::reason_for_exact\(.*?^\}", source, re.DOTALL | re.MULTILINE)
-            texts += re.findall(r'prompts\[\{ "skipped", .*', source)
+            texts += re.findall(r'prompts\[\{ "skipped", .*|\bskip\([^;]*;', source)
             found |= {word for text in texts for word in re.findall(r'"([a-z_]+)"', text)} - {"skipped"}
     assert found == catalogue.reasons().keys()
     for about in catalogue.reasons().values():

@@ -70,7 +70,7 @@ def all_at_once(server, prompts, mode: str) -> list[dict | str]:
 
 
 @pytest.mark.field_report(
-    15, "server-ridge.cpp", "end_slot(id_slot, j);\n        return true;", "run_exactly(id_slot, j, status);\n        return false;"
+    15, "server-ridge.cpp", "end_slot(id_slot, j, llama_ridge_last_error());\n        return true;", "run_exactly(id_slot, j, status);\n        return false;"
 )
 def test_field_report_15_of_four_prompts_too_many_only_the_loser_gets_an_error(model, maps):
     """One cache for all, with room for three of them."""

@@ -87,7 +87,7 @@ def test_a_short_prompt_runs_as_without_maps(server, plain):
 #
 
 
-@pytest.mark.field_report(1, "server-ridge.cpp", "n_past = std::min(n_past, prompt.ridge.first_filled());")
+@pytest.mark.field_report(1, "server-ridge-cells.cpp", "return provenance == want.made_by ? n : std::min(n, first_filled());", "return n;")
 def test_exact_after_filled_processes_everything_again(model, maps, server, prompt, exact_tokens):
     filled = server.completion(prompt, "fill", cache_prompt=False)
     assert_filled(filled, N)
@@ -189,13 +189,14 @@ def test_step_rows_bound_a_step(model, maps, prompt):
     assert reports[UBATCH // 2] >= 1.5 * reports[UBATCH]
 
 
-def test_each_mode_has_its_own_cells(server, prompt):
+def test_each_mode_has_its_own_cells(model, maps, prompt):
     texts = {}
-    for i, mode in enumerate(("fill", "identity", "nofill", "fill")):
-        answer = server.completion(prompt, mode, cache_prompt=i > 0)
-        assert_filled(answer, N)
-        assert texts.setdefault(mode, answer["tokens"]) == answer["tokens"]
-        assert server.completion(prompt, mode)["timings"]["prompt_n"] <= 1
+    with Server(model, "--cache-ram", 0, maps=maps) as s:  # else the second fill would find the first one there
+        for mode in ("fill", "identity", "nofill", "fill"):
+            answer = s.completion(prompt, mode)
+            assert_filled(answer, N)
+            assert texts.setdefault(mode, answer["tokens"]) == answer["tokens"]
+            assert s.completion(prompt, mode)["timings"]["prompt_n"] <= 1
     assert len({tuple(t) for t in texts.values()}) == 3
 
 
@@ -250,6 +251,27 @@ def test_pure_prompt_in_the_host_cache_survives_a_filled_twin(model, maps, promp
         assert s.completion(prompt, "off", id_slot=0)["timings"]["cache_n"] == N - 1
 
 
+def test_an_exact_prompt_leaves_a_filled_twin_in_the_host_cache(model, maps, prompt):
+    """It takes the copy that it can use most of, be it the shorter one; the filled one is there for the next to be filled."""
+    with Server(model, maps=maps) as s:
+        away = lambda i: s.completion(prompt_tokens(s, N, start=(700, 1300)[i % 2]), "off", n_predict=1)  # noqa: E731
+        filled = ridge_of(s.completion(prompt, "fill"))["filled"]
+        away(0)
+        assert s.completion(prompt[:400], "off")["timings"]["cache_n"] == 0
+        away(1)
+        assert s.completion(prompt, "off")["timings"]["cache_n"] == 400
+        away(0)
+        assert ridge_of(s.completion(prompt, "fill"))["cached_filled"] == filled
+
+
+def test_an_exact_prompt_goes_to_the_slot_that_it_can_use_most_of(model, maps, prompt):
+    with Server(model, "--cache-ram", 0, maps=maps, np=2) as s:
+        s.completion(prompt[:400], "off", id_slot=0)
+        filled = ridge_of(s.completion(prompt, "fill", id_slot=1))["filled"]
+        assert s.completion(prompt, "off")["timings"]["cache_n"] == 400
+        assert ridge_of(s.completion(prompt, "fill", id_slot=1))["cached_filled"] == filled
+
+
 def test_context_shift_makes_cells_unknown(model, maps):
     with Server(model, "--context-shift", "--cache-ram", 0, maps=maps, ctx=512) as s:
         prompt = prompt_tokens(s, 400)
@@ -271,22 +293,18 @@ def test_chunk_reuse_never_moves_filled_cells(model, maps, prompt):
         assert cached["off"] > 100 and cached["fill"] == 0
 
 
-def test_slot_file_of_a_filled_slot_is_refused(model, maps, prompt, exact_tokens, tmp_path):
+def test_an_exact_slot_file_takes_the_place_of_fills(model, maps, prompt, tmp_path):
     with Server(model, "--slot-save-path", tmp_path, maps=maps) as s:
-        s.completion(prompt, "fill")
-        status, message = s.error("/slots/0?action=save", {"filename": "a.bin"})
-        assert status == 400 and "filled" in message and not (tmp_path / "a.bin").exists()
         s.completion(prompt, "off")
         s.post("/slots/0?action=save", {"filename": "a.bin"})
         s.completion(prompt, "fill", cache_prompt=False)
         s.post("/slots/0?action=restore", {"filename": "a.bin"})
-        exact = s.completion(prompt, "off")
-        assert exact["timings"]["cache_n"] >= N - 1
+        assert s.completion(prompt, "off")["timings"]["cache_n"] == N - 1
 
 
 def test_several_completions_of_one_filled_prompt(model, maps, prompt):
     """The copy says what the original says: rows, fills and the marks of nofill went along."""
-    with Server(model, maps=maps, np=2) as s:
+    with Server(model, "--cache-ram", 0, maps=maps, np=2) as s:
         for mode in ("fill", "nofill"):
             alone = s.completion(prompt, mode, cache_prompt=False)["tokens"]
             answers = s.completion(prompt, mode, n_cmpl=2, cache_prompt=False)
@@ -412,7 +430,8 @@ def test_every_endpoint_fills_and_reports(server, prompt, path):
         ({"mdoe": "fill"}, ["mdoe"]),
         ({"mode": "ful"}, ["ridge.mode", "ful", "identity"]),
         ({"mode": 3}, ["ridge.mode", "3"]),
-        ({"tail": 0}, ["ridge.tail", "0"]),
+        ({"tail": 0}, ["ridge.tail", "1 or more", "found 0"]),
+        ({"min_prompt": -1}, ["ridge.min_prompt", "0 or more", "found -1"]),
         ({"tail": 1.5}, ["ridge.tail", "1.5"]),
         ({"tail": 2**40}, ["ridge.tail", str(2**40)]),
         ({"min_prompt": "10"}, ["ridge.min_prompt", "10"]),
@@ -450,6 +469,32 @@ def test_each_flag_changes_what_is_filled(model, maps, server, prompt, flags, ch
     with Server(model, *flags, maps=maps) as s:
         r = ridge_of(s.completion(prompt))
     assert check(r, full), (r, full)
+
+
+def test_no_minimum_means_none(model, maps, server):
+    """A prompt shorter than the usual minimum is filled, by the flag and by the request, down to the last row before the tail."""
+    p = prompt_tokens(server, TAIL + 5, start=1500)
+    assert ridge_of(server.completion(p))["reason"] == "short"
+    asked = ridge_of(server.completion(p, ridge={"min_prompt": 0}, cache_prompt=False))
+    with Server(model, "--ridge-min-prompt", 0, maps=maps) as s:
+        assert s.get("/props")["ridge"]["min_prompt"] == 0
+        flagged = ridge_of(s.completion(p))
+    assert asked["filled"] == flagged["filled"] == 1 and asked["reason"] is flagged["reason"] is None
+
+
+@pytest.mark.parametrize("kind", ["input", "kv_prev"])
+def test_a_prompt_without_a_row_to_fill_is_short(model, tmp_path, kind):
+    """Sink rows are exact like the tail, and of kind kv_prev the first row behind those of an earlier prompt."""
+    with Server(model, "--ridge-min-prompt", 0, maps=random_maps(model, tmp_path, kind=kind)) as s:
+        n_sink = s.get("/props")["ridge"]["sink"]
+        first = prompt_tokens(s, TAIL + n_sink + 1, start=1500)
+        r = [ridge_of(s.completion(p, cache_prompt=False, n_predict=1)) for p in (first[:-1], first)]
+        assert [(x["filled"], x["reason"]) for x in r] == [(0, "short"), (1, None)] and r[0]["exact"] == TAIL + n_sink
+        more = first + prompt_tokens(s, TAIL + 1, start=1700)
+        r = ridge_of(s.completion(more, n_predict=1))
+        assert r["cached"] == len(first)
+        assert (r["filled"], r["reason"]) == ((0, "short") if kind == "kv_prev" else (1, None))
+        assert s.completion(first[:-1], "plumb", cache_prompt=False)["timings"]["ridge"]["reason"] is None
 
 
 def test_seed_chooses_the_random_rows(model, maps, prompt):

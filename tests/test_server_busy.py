@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from server_util import N, Server, cold, prompt_tokens, ridge_of
+from server_util import N, Server, cold, llama_server, prompt_tokens, ridge_of
 from server_util import maps, model, plain, prompt  # noqa: F401  (fixtures)
 
 
@@ -109,6 +109,35 @@ def test_field_report_15_of_prompts_too_many_only_the_loser_gets_an_error(model,
             assert text == alone
         assert s.metrics()['llamacpp:ridge_prompts_total{outcome="skipped",reason="no_space"}'] == 2
         assert ridge_of(s.completion(other, "fill", id_slot=1, n_predict=4))["filled"] > 0  # now the first slot is idle
+
+
+@pytest.mark.field_report(15, "server-context.cpp", "if (!try_clear_idle_slots() && !ridge.give_way()) {", "if (!try_clear_idle_slots()) {")
+@pytest.mark.field_report(15, "server-ridge.cpp", "if (status == LLAMA_RIDGE_DONE && !has_room_at_end(id_slot, j)) {", "if (false) {")
+def test_field_report_15_users_outlive_a_prompt_whose_room_they_take(model, maps):
+    """Three answers grow while a prompt fills. Prompts around the size that just fits, until users have found no cell for
+    their next row, and until the prompt was done but for its last row, which no longer fits beside theirs."""
+    flags = [*ONE_CACHE, "-ub", 32, "--cache-ram", 0, "--ridge-rows", "random", "--ridge-budget", "0.5"]
+    with Server(model, *flags, maps=maps, np=4) as s:
+        last_rows, seen = "took the cells of its last rows", set()
+        wanted = {last_rows, "took the last cells"}
+        newcomer = prompt_tokens(s, 24 * 32 + 1, start=200)  # of which the last row is left to the end
+        size = 45  # rows of each user's prompt: first to the edge, then beyond it
+        for _ in range(40):
+            users = [prompt_tokens(s, size, start) for start in (0, 60, 120)]
+            with s.stream(users, "off", n_predict=60, cache_prompt=False) as events:
+                next(events)
+                try:
+                    assert ridge_of(s.completion(newcomer, "fill", n_predict=1, cache_prompt=False))["filled"] > 0
+                    size += 1
+                except llama_server.ServerError as e:
+                    assert "does not fit into the KV cache beside the other slots" in str(e)
+                    seen |= {w for w in wanted if w in str(e)}
+                    size += 1 if last_rows in seen else -1
+                ends = [e for e in events if e.get("stop")]
+            assert [e["tokens_predicted"] for e in ends] == [60] * 3
+            if seen == wanted:
+                return
+        pytest.fail(f"expected a prompt for each of {wanted}, found {seen}")
 
 
 #

@@ -130,7 +130,7 @@ def test_field_report_1_rows_made_under_a_lora_are_not_reused_without_it(model, 
     """Upstream keeps them when the next request names no adapter."""
     lora = sidecar_files.write_lora(tmp_path / "lora.gguf", arch="llama", n_embd=256, scale=0.3)
     wanted = cold(model, maps, prompt, "off")
-    with Server(model, "--lora-scaled", f"{lora}:0", maps=maps) as s:
+    with Server(model, "--lora-scaled", f"{lora}:0", "--cache-ram", 0, maps=maps) as s:
         for _ in range(2):
             under = s.completion(prompt, lora=[{"id": 0, "scale": 1}])
             assert ridge_of(under)["reason"] == "lora" and under["tokens"] != wanted
@@ -170,7 +170,7 @@ def test_maps_as_the_model_are_named(maps):
         (["--ridge-budget", "-1", "--ridge-rows", "digits"], ["--ridge-budget", "'-1'"]),
         (["--ridge-budget", "nan", "--ridge-rows", "digits"], ["--ridge-budget", "nan"]),
         (["--ridge-seed", "-3"], ["--ridge-seed", "'-3'"]),
-        (["--ridge-min-prompt", "0"], ["--ridge-min-prompt", "'0'"]),
+        (["--ridge-min-prompt", "-1"], ["--ridge-min-prompt", "'-1'", "0 or more"]),
         (["--ridge-mode", "fill"], ["--ridge-mode fill", "--ridge-maps"]),
         (["--ridge-rows", "random"], ["--ridge-rows random", "--ridge-budget"]),
         (["--ridge-budget", "0.1"], ["--ridge-budget", "--ridge-rows"]),
@@ -178,7 +178,7 @@ def test_maps_as_the_model_are_named(maps):
         (["--ridge-step-rows", "0"], ["--ridge-step-rows", "'0'"]),
         (["--ridge-seed", "3"], ["--ridge-seed", "--ridge-rows random"]),
         *((["--ridge-" + flag, value], ["--ridge-" + flag, "--ridge-maps"]) for flag, value in (
-            ("tail", "64"), ("min-prompt", "64"), ("step-rows", "64"), ("hazard", "allow"), ("rows", "digits"))),
+            ("tail", "64"), ("min-prompt", "64"), ("min-prompt", "0"), ("step-rows", "64"), ("hazard", "allow"), ("rows", "digits"))),
         (["--ridge-maps", "x.gguf", "--embeddings"], ["--ridge-maps", "--embeddings"]),
         (["--ridge-maps", "x.gguf", "--reranking"], ["--ridge-maps", "--reranking"]),
     ],

@@ -18,13 +18,13 @@ static std::invalid_argument bad_value(const std::string & expected, const std::
     return std::invalid_argument("expected " + expected + ", found '" + found + "'");
 }
 
-static int32_t parse_rows(const std::string & value) {
+static int32_t parse_rows(const std::string & value, int32_t least = 1) {
     const char * begin = value.c_str();
     char * end = nullptr;
     errno = 0;
     const long long n = std::strtoll(begin, &end, 10);
-    if (end == begin || *end != '\0' || errno != 0 || n < 1 || n > std::numeric_limits<int32_t>::max()) {
-        throw bad_value("a whole number of rows, 1 or more", value);
+    if (end == begin || *end != '\0' || errno != 0 || n < least || n > std::numeric_limits<int32_t>::max()) {
+        throw bad_value("a whole number of rows, " + std::to_string(least) + " or more", value);
     }
     return (int32_t) n;
 }
@@ -110,8 +110,8 @@ void common_ridge_add_args(const std::function<void(common_arg)> & add_opt) {
     add(common_arg({"--ridge-seed"}, "N",
         "seed of --ridge-rows random (default: 0)", set_seed), "LLAMA_ARG_RIDGE_SEED", all);
     add(common_arg({"--ridge-min-prompt"}, "N",
-        "prompts with fewer new rows than this run exactly (default: twice the tail)",
-        [](common_params & params, const std::string & value) { params.ridge.n_min_prompt = parse_rows(value); }),
+        "prompts with fewer new rows than this run exactly; 0: no minimum (default: twice the tail)",
+        [](common_params & params, const std::string & value) { params.ridge.n_min_prompt = parse_rows(value, 0); }),
         "LLAMA_ARG_RIDGE_MIN_PROMPT", prompts);
     add(common_arg({"--ridge-step-rows"}, "N",
         "most rows of a filled prompt between two batches of the other slots (default: --ubatch-size)",
@@ -194,7 +194,7 @@ void common_ridge_validate(const common_params & params) {
     if (ridge.maps.empty()) {
         const std::pair<const char *, bool> given[] = {
             { "--ridge-tail",       ridge.n_tail       != 0                       },
-            { "--ridge-min-prompt", ridge.n_min_prompt != 0                       },
+            { "--ridge-min-prompt", ridge.n_min_prompt >= 0                       },
             { "--ridge-step-rows",  ridge.n_step       != 0                       },
             { "--ridge-hazard",     ridge.allow_hazard                            },
             { "--ridge-rows",       ridge.rows         != GGML_RIDGE_SELECT_NONE  },

@@ -13,6 +13,10 @@ llama_ridge_mode common_ridge_mode(const common_ridge_params & params) {
     return params.maps.empty() ? LLAMA_RIDGE_MODE_OFF : LLAMA_RIDGE_MODE_FILL;
 }
 
+int64_t common_ridge_min_prompt(const common_ridge_params & params, int32_t n_tail) {
+    return params.n_min_prompt >= 0 ? params.n_min_prompt : 2*(int64_t) n_tail;
+}
+
 std::vector<int32_t> common_ridge_select_rows(
         const common_ridge_params & params, const llama_context * ctx,
         const std::vector<llama_token> & tokens, int32_t row0, int32_t row1) {

@@ -10,7 +10,7 @@ struct common_ridge_params {
 
     int32_t  mode         = -1;   // llama_ridge_mode, -1: fill if there are maps, else off
     int32_t  n_tail       = 0;    // last rows of a prompt that are always exact, 0: the sidecar's
-    int32_t  n_min_prompt = 0;    // prompts with fewer new rows run exactly, 0: twice the tail
+    int32_t  n_min_prompt = -1;   // prompts with fewer new rows run exactly, -1: twice the tail
     int32_t  n_step       = 0;    // most rows of one step, 0: an ubatch
     bool     allow_hazard = false; // reuse filled rows in a prompt's exact tail
     int32_t  rows         = 0;    // ggml_ridge_selector: which further rows run exactly

@@ -21,6 +21,13 @@ int32_t server_ridge_cells::count(int32_t i_end) const {
     return n;
 }
 
+int32_t server_ridge_cells::usable(const server_ridge_want & want, int32_t n) const {
+    if (lora != want.adapters) {
+        return 0;
+    }
+    return provenance == want.made_by ? n : std::min(n, first_filled());
+}
+
 bool server_ridge_cells::covers(const server_ridge_cells & other, int32_t n) const {
     if (lora != other.lora) {
         return false;
@@ -69,6 +76,27 @@ server_ridge_cells server_ridge_cells::moved() const {
         res.filled     = { { 0, NONE } };
         res.provenance = "moved";
         res.copy_out   = false;
+    }
+    return res;
+}
+
+common_json server_ridge_cells::to_json() const {
+    GGML_ASSERT(copy_out);
+    std::vector<int32_t> bounds;
+    for (const auto & r : filled) {
+        bounds.insert(bounds.end(), { r.first, r.second });
+    }
+    return { { "made_by", provenance }, { "adapters", lora }, { "filled", bounds } };
+}
+
+server_ridge_cells server_ridge_cells::from_json(const common_json & record) {
+    server_ridge_cells res;
+    res.provenance = record.at("made_by").get<std::string>();
+    res.lora       = record.at("adapters").get<std::string>();
+
+    const auto bounds = record.at("filled").get<std::vector<int32_t>>();
+    for (size_t i = 0; i + 1 < bounds.size(); i += 2) {
+        res.filled.push_back({ bounds[i], bounds[i + 1] });
     }
     return res;
 }

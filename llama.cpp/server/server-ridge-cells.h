@@ -8,10 +8,18 @@
 //
 // An exact request may reuse pure cells only. A filled one may reuse what was filled under the same provenance.
 
+#include "json.h"
+
 #include <cstdint>
 #include <string>
 #include <utility>
 #include <vector>
+
+// what a request may reuse of cached rows
+struct server_ridge_want {
+    std::string adapters; // LoRA adapters that it runs with
+    std::string made_by;  // filled rows of this provenance, "" for pure rows only
+};
 
 struct server_ridge_cells {
     static constexpr int32_t NONE = INT32_MAX;
@@ -24,10 +32,10 @@ struct server_ridge_cells {
     // number of filled rows before i_end
     int32_t count(int32_t i_end) const;
 
-    const std::string & made_by() const { return provenance; }
+    // how many of the first n rows such a request may reuse
+    int32_t usable(const server_ridge_want & want, int32_t n) const;
 
-    // of the LoRA adapters that the rows were made with; "" for none
-    const std::string & adapters() const { return lora; }
+    const std::string & made_by() const { return provenance; }
 
     // whether a copy of the cells outside of the context is still what it was: nofill marks cells inside of the context
     bool can_copy_out() const { return copy_out; }
@@ -44,6 +52,10 @@ struct server_ridge_cells {
 
     // what is left to say after rows were moved to other positions: nothing if none was filled, else no cell can be trusted
     server_ridge_cells moved() const;
+
+    // for slot files; from_json throws std::runtime_error
+    common_json to_json() const;
+    static server_ridge_cells from_json(const common_json & record);
 
   private:
     using range = std::pair<int32_t, int32_t>; // [first, second)

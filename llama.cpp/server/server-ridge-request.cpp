@@ -11,14 +11,14 @@ static std::invalid_argument bad_field(const std::string & key, const std::strin
     return std::invalid_argument("Field 'ridge" + key + "': expected " + expected + ", found " + found.dump());
 }
 
-static int32_t parse_rows(const std::string & key, const common_json & value) {
-    const char * expected = "a whole number of rows, 1 or more";
+static int32_t parse_rows(const std::string & key, const common_json & value, int32_t least) {
+    const std::string expected = "a whole number of rows, " + std::to_string(least) + " or more";
     if (!value.is_number_integer()) {
         throw bad_field("." + key, expected, value);
     }
     // through a double: an integer beyond 64 bits must not wrap into the range
     const double n = value.get<double>();
-    if (!(n >= 1.0 && n <= std::numeric_limits<int32_t>::max())) {
+    if (!(n >= least && n <= std::numeric_limits<int32_t>::max())) {
         throw bad_field("." + key, expected, value);
     }
     return (int32_t) n;
@@ -41,9 +41,9 @@ server_ridge_request server_ridge_request::parse(const common_json & body) {
                 throw bad_field(".mode", "off, plumb, identity, nofill or fill", value);
             }
         } else if (key == "tail") {
-            res.n_tail = parse_rows(key, value);
+            res.n_tail = parse_rows(key, value, 1);
         } else if (key == "min_prompt") {
-            res.n_min_prompt = parse_rows(key, value);
+            res.n_min_prompt = parse_rows(key, value, 0);
         } else {
             throw std::invalid_argument("Field 'ridge': unknown key '" + key + "', expected mode, tail or min_prompt");
         }

@@ -5,7 +5,10 @@
 #include "log.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <exception>
+#include <fstream>
+#include <stdexcept>
 
 // the slot's own macros need the slot
 #define RDG_LOG(log, id_slot, id_task, fmt, ...) log("slot %12.*s: id %2d | task %d | ridge: " fmt, 12, __func__, id_slot, id_task, __VA_ARGS__)
@@ -17,12 +20,31 @@ void server_ridge::init(llama_context * ctx, const common_params & params, bool 
     this->metrics = &metrics;
     this->server  = std::move(hooks);
 
-    defaults = params.ridge;
+    defaults   = params.ridge;
+    kv_unified = params.kv_unified;
+    here       = {};
+    adapter_hashes.clear();
     no_maps_reason  = "";
     no_maps_message = "";
     no_fill_reason  = has_speculative                ? "speculative"    :
                       !params.control_vectors.empty() ? "control_vector" : "";
 
+    load_maps(params);
+
+    const std::lock_guard<std::mutex> lock(mutex_props);
+    props = describe();
+}
+
+// of what a file holds, since its path says nothing
+static std::string content_of(const std::string & path) {
+    try {
+        return server_ridge_file_hash(path);
+    } catch (const std::exception &) {
+        return path; // it was read a moment ago
+    }
+}
+
+void server_ridge::load_maps(const common_params & params) {
     if (defaults.maps.empty()) {
         no_maps_reason = "no_maps";
         return;
@@ -45,6 +67,21 @@ void server_ridge::init(llama_context * ctx, const common_params & params, bool 
     if (!no_fill_reason.empty()) {
         SRV_WRN("ridge: every prompt runs exactly (%s): the maps were fitted without it\n", no_fill_reason.c_str());
     }
+    for (const auto & lora : params.lora_adapters) {
+        adapter_hashes.push_back(content_of(lora.path));
+    }
+    // in two calls: the length of the text, the text
+    const auto text_of = [](const std::function<int32_t(char *, size_t)> & print) {
+        std::string text(print(nullptr, 0) + 1, '\0');
+        print(&text[0], text.size());
+        text.pop_back();
+        return text;
+    };
+    here.model = json::parse_no_throw(text_of([&](char * buf, size_t size) { return llama_ridge_model_fingerprint(llama_get_model(ctx), usual.split, buf, size); }));
+    here.cache = text_of([&](char * buf, size_t size) { return llama_ridge_cache_layout(ctx, buf, size); });
+    for (const auto & vector : params.control_vectors) {
+        here.cache += string_format(";control_vector=%s*%g", content_of(vector.fname).c_str(), vector.strength);
+    }
 }
 
 void server_ridge::reset() {
@@ -52,20 +89,28 @@ void server_ridge::reset() {
         llama_ridge_prefill_free(it.second.prefill);
     }
     jobs.clear();
+    working.clear();
     id_last = -1;
 
     llama_ridge_maps_free(maps);
     maps = nullptr;
 }
 
-json server_ridge::props() const {
+void server_ridge::add_to(json & res) const {
+    const std::lock_guard<std::mutex> lock(mutex_props);
+    if (!props.is_null()) {
+        res["ridge"] = props;
+    }
+}
+
+json server_ridge::describe() const {
     if (defaults.maps.empty()) {
         return nullptr;
     }
     json res = json::object();
     res["maps"]       = defaults.maps;
     res["loaded"]     = maps != nullptr;
-    res["mode"]       = llama_ridge_mode_name(common_ridge_mode(defaults));
+    res["mode"]       = llama_ridge_mode_name(mode_of({}));
     res["rows"]       = ggml_ridge_selector_name(defaults.rows);
     res["budget"]     = defaults.budget;
     res["seed"]       = defaults.seed;
@@ -84,7 +129,7 @@ json server_ridge::props() const {
     res["split"]      = params.split;
     res["sink"]       = params.n_sink;
     res["tail"]       = params.n_tail;
-    res["min_prompt"] = defaults.n_min_prompt > 0 ? json(defaults.n_min_prompt) : json(2*(int64_t) params.n_tail);
+    res["min_prompt"] = common_ridge_min_prompt(defaults, params.n_tail);
     return res;
 }
 
@@ -92,10 +137,14 @@ json server_ridge::props() const {
 // deciding
 //
 
+llama_ridge_mode server_ridge::mode_of(const server_ridge_request & request) const {
+    return request.mode >= 0 ? (llama_ridge_mode) request.mode : common_ridge_mode(defaults);
+}
+
 // with maps only: split and sink rows are theirs
 llama_ridge_params server_ridge::request_params(const server_ridge_request & request) const {
     llama_ridge_params res = llama_ridge_default_params();
-    res.mode   = request.mode >= 0 ? (llama_ridge_mode) request.mode : common_ridge_mode(defaults);
+    res.mode   = mode_of(request);
     res.split  = llama_ridge_maps_split (maps);
     res.n_sink = llama_ridge_maps_n_sink(maps);
     res.n_step = defaults.n_step;
@@ -136,21 +185,31 @@ std::string server_ridge::reason_for_exact(const server_task & task, const std::
 }
 
 // which of the server's adapters a prompt runs with, and how strongly
-static std::string adapters_key(const std::vector<common_adapter_lora_info> & lora) {
+std::string server_ridge::adapters_key(const std::vector<common_adapter_lora_info> & lora) const {
     std::string res;
     for (const size_t i : lora_get_enabled_ids(lora)) {
-        res += string_format("%zu:%g;", i, lora[i].scale);
+        res += string_format("%s*%g;", adapter_hashes[i].c_str(), lora[i].scale);
     }
     return res;
+}
+
+server_ridge_want server_ridge::wanted(const server_task & task, const std::vector<common_adapter_lora_info> & lora) const {
+    const llama_ridge_mode mode = mode_of(task.params.ridge);
+    const bool pure_only = mode == LLAMA_RIDGE_MODE_PLUMB || !reason_for_exact(task, lora, mode).empty();
+
+    return { maps ? adapters_key(lora) : "", pure_only ? "" : provenance(mode) };
 }
 
 int32_t server_ridge::plan(int32_t id_slot, const server_task & task, const std::vector<common_adapter_lora_info> & lora,
                            server_prompt & prompt, server_slot_stats & stats, int32_t n_past) {
     const server_ridge_request & request = task.params.ridge;
 
-    const llama_ridge_mode mode = request.mode >= 0 ? (llama_ridge_mode) request.mode : common_ridge_mode(defaults);
+    const llama_ridge_mode  mode = mode_of(request);
+    const server_ridge_want want = wanted(task, lora);
 
     const int32_t n_tokens = task.n_tokens();
+
+    working.insert(id_slot);
 
     server_ridge_stats & res = stats.ridge;
     res.report = request.given || !defaults.maps.empty();
@@ -166,13 +225,8 @@ int32_t server_ridge::plan(int32_t id_slot, const server_task & task, const std:
     }
 
     const int32_t n_common = n_past;
-    const std::string adapters = adapters_key(lora);
-    if (maps && prompt.ridge.adapters() != adapters) {
-        n_past = 0; // neither pure rows of this prompt nor what its maps were fitted on
-    }
-    if (!res.reason.empty() || mode == LLAMA_RIDGE_MODE_PLUMB || prompt.ridge.made_by() != provenance(mode)) {
-        n_past = std::min(n_past, prompt.ridge.first_filled());
-    } else {
+    n_past = prompt.ridge.usable(want, n_past);
+    if (!want.made_by.empty()) {
         const int32_t i_tail = std::max(0, n_tokens - params.n_tail);
         res.n_hazard = prompt.ridge.count(n_past) - prompt.ridge.count(std::min(n_past, i_tail));
         if (!defaults.allow_hazard) {
@@ -185,15 +239,14 @@ int32_t server_ridge::plan(int32_t id_slot, const server_task & task, const std:
     }
 
     if (res.reason.empty()) {
-        const int64_t n_min = request.n_min_prompt  > 0 ? request.n_min_prompt  :
-                              defaults.n_min_prompt > 0 ? defaults.n_min_prompt : 2*(int64_t) params.n_tail;
+        const int64_t n_min = request.n_min_prompt >= 0 ? request.n_min_prompt : common_ridge_min_prompt(defaults, params.n_tail);
         const int32_t n_new = n_tokens - n_past;
         if (n_new < n_min || n_new <= params.n_tail) {
             res.reason = "short";
         }
     }
     prompt.ridge.keep_first(n_past);
-    prompt.ridge.set_adapters(maps ? adapters : "");
+    prompt.ridge.set_adapters(want.adapters);
 
     res.n_cached        = n_past;
     res.n_cached_filled = prompt.ridge.count(n_past);
@@ -245,11 +298,15 @@ bool server_ridge::start(int32_t id_slot) {
 
     const int32_t status = begin(id_slot, j);
     if (status == LLAMA_RIDGE_ERR_NO_SPACE) {
-        end_slot(id_slot, j);
+        end_slot(id_slot, j, llama_ridge_last_error());
         return true;
     }
     if (status < 0) {
         run_exactly(id_slot, j, status);
+        return false;
+    }
+    if (j.params.mode != LLAMA_RIDGE_MODE_PLUMB && llama_ridge_prefill_get_stats(j.prefill).n_filled == 0) {
+        skip(id_slot, j, "short"); // no row before the tail but sinks and chosen ones
         return false;
     }
     return true;
@@ -303,7 +360,12 @@ void server_ridge::step(server_queue & queue, const std::function<void(int32_t i
         status = begin(id_slot, j);
     }
     if (status == LLAMA_RIDGE_ERR_NO_SPACE) {
-        end_slot(id_slot, j);
+        end_slot(id_slot, j, llama_ridge_last_error());
+        return;
+    }
+    if (status == LLAMA_RIDGE_DONE && !has_room_at_end(id_slot, j)) {
+        llama_memory_seq_rm(llama_get_memory(ctx), id_slot, j.n_past, -1);
+        end_slot(id_slot, j, "the other slots took the cells of its last rows");
         return;
     }
     const bool progress = j.task->params.stream && j.task->params.return_progress;
@@ -315,6 +377,18 @@ void server_ridge::step(server_queue & queue, const std::function<void(int32_t i
     if (progress) {
         on_progress(id_slot);
     }
+}
+
+// The last rows come in one batch with the next row of every other slot. One that does not fit would end them all.
+bool server_ridge::has_room_at_end(int32_t id_slot, const job & j) const {
+    const int32_t n_others = kv_unified ? working.size() - jobs.size() : 0; // those that do not fill
+    const int32_t n_need   = j.task->n_tokens() - j.n_past - llama_ridge_prefill_n_done(j.prefill) + n_others;
+
+    bool has_room;
+    do {
+        has_room = llama_ridge_n_free(ctx, id_slot, false) >= n_need;
+    } while (!has_room && server.free_space());
+    return has_room;
 }
 
 // the rows are in the cache: enter them in the slot's prompt. Frees j.
@@ -347,21 +421,21 @@ void server_ridge::finish(int32_t id_slot, job & j) {
 // the prefill could not begin, or failed and took its rows out of the cache: the ordinary path goes on from n_past. Frees j.
 void server_ridge::run_exactly(int32_t id_slot, job & j, int32_t status) {
     RDG_LOG(LOG_WRN, id_slot, j.task->id, "the prompt runs exactly: %s\n", llama_ridge_last_error());
-    skip(id_slot, j, status);
+    const char * reason = status == LLAMA_RIDGE_ERR_NO_MEMORY   ? "no_memory"   :
+                          status == LLAMA_RIDGE_ERR_UNSUPPORTED ? "unsupported" : "error";
+    skip(id_slot, j, reason);
 }
 
 // The cache has no room for the prompt, and exactly it needs no less. The ordinary path would end every slot that is working:
 // only this one is. Frees j.
-void server_ridge::end_slot(int32_t id_slot, job & j) {
-    const std::string message = std::string("the prompt does not fit into the KV cache beside the other slots: ") + llama_ridge_last_error();
-    skip(id_slot, j, LLAMA_RIDGE_ERR_NO_SPACE);
+void server_ridge::end_slot(int32_t id_slot, job & j, const std::string & why) {
+    const std::string message = "the prompt does not fit into the KV cache beside the other slots: " + why;
+    skip(id_slot, j, "no_space");
     server.end_slot(id_slot, message);
 }
 
-void server_ridge::skip(int32_t id_slot, job & j, int32_t status) {
-    j.stats->ridge.reason = status == LLAMA_RIDGE_ERR_NO_SPACE    ? "no_space"    :
-                            status == LLAMA_RIDGE_ERR_NO_MEMORY   ? "no_memory"   :
-                            status == LLAMA_RIDGE_ERR_UNSUPPORTED ? "unsupported" : "error";
+void server_ridge::skip(int32_t id_slot, job & j, const char * reason) {
+    j.stats->ridge.reason = reason;
     report(id_slot, *j.task, j.stats->ridge);
 
     llama_ridge_prefill_free(j.prefill);
@@ -369,6 +443,8 @@ void server_ridge::skip(int32_t id_slot, job & j, int32_t status) {
 }
 
 void server_ridge::stop(int32_t id_slot) {
+    working.erase(id_slot);
+
     const auto it = jobs.find(id_slot);
     if (it == jobs.end()) {
         return;
@@ -384,9 +460,80 @@ void server_ridge::stop(int32_t id_slot) {
     metrics->ridge.count_cancelled();
 }
 
+bool server_ridge::give_way() {
+    job * last = nullptr;
+    int32_t id_slot = -1;
+    for (auto & it : jobs) {
+        if (it.second.prefill && (!last || it.second.task->id > last->task->id)) {
+            last    = &it.second;
+            id_slot = it.first;
+        }
+    }
+    if (last) {
+        end_slot(id_slot, *last, "the other slots took the last cells");
+    }
+    return last != nullptr;
+}
+
 void server_ridge::report(int32_t id_slot, const server_task & task, const server_ridge_stats & stats) {
     if (stats.report) {
         metrics->ridge.count(stats);
         RDG_LOG(LOG_INF, id_slot, task.id, "%s\n", stats.to_string().c_str());
+    }
+}
+
+//
+// slot files
+//
+
+void server_ridge::check_save(const server_prompt & prompt) const {
+    if (!prompt.ridge.can_copy_out()) {
+        throw std::runtime_error("the slot holds rows of mode nofill, or filled ones that a context shift moved: expected others, a file cannot tell them apart");
+    }
+}
+
+bool server_ridge::add_record(const std::string & path, const server_prompt & prompt) const {
+    if (!maps) {
+        return true;
+    }
+    try {
+        server_ridge_slot_file file = here;
+        file.n_tokens = prompt.n_tokens();
+        file.cells    = prompt.ridge;
+        file.append_to(path);
+        return true;
+    } catch (const std::exception & e) {
+        SRV_ERR("ridge: slot file '%s' was not saved: %s\n", path.c_str(), e.what());
+        std::remove(path.c_str());
+        return false;
+    }
+}
+
+server_ridge::slot_rows server_ridge::check_restore(const std::string & path, int32_t id_slot, int32_t n_ctx) const {
+    if (!maps && !std::ifstream(path)) {
+        return {}; // upstream has words for that
+    }
+    try {
+        const auto file = server_ridge_slot_file::read(path);
+        if (!maps) {
+            const bool filled = file && file->cells.has_filled();
+            return { filled ? "its rows were filled: expected a server with the maps " + file->cells.made_by() + ", found one without" : "", {} };
+        }
+        if (!file) {
+            throw std::runtime_error("expected a record of its rows at its end, found none: the file was cut, or saved by a server without maps");
+        }
+        file->check_made_as(here);
+
+        const std::string & made_by = file->cells.made_by();
+        if (file->cells.has_filled() && made_by != provenance(LLAMA_RIDGE_MODE_FILL) && made_by != provenance(LLAMA_RIDGE_MODE_IDENTITY)) {
+            throw std::runtime_error("its rows were filled with other maps: expected " + provenance(LLAMA_RIDGE_MODE_FILL) + ", found " + made_by);
+        }
+        const int32_t n_max = std::min(n_ctx, llama_ridge_n_free(ctx, id_slot, true));
+        if (file->n_tokens > n_max) {
+            throw std::runtime_error(string_format("expected at most %d rows, for which the slot and the cache have room, found %d", n_max, file->n_tokens));
+        }
+        return { "", file->cells };
+    } catch (const std::exception & e) {
+        return { e.what(), {} };
     }
 }

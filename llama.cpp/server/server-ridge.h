@@ -12,12 +12,15 @@
 // others: the end of the prompt, its logits and sampling are upstream's.
 
 #include "server-queue.h"
+#include "server-ridge-slot-file.h"
 #include "server-task.h"
 
 #include "llama-ridge.h"
 
 #include <functional>
 #include <map>
+#include <mutex>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -27,7 +30,7 @@ class server_ridge {
 
     // what only the server can do
     struct hooks {
-        std::function<bool()> free_space;                                           // give up an idle slot's rows; false if there are none
+        std::function<bool()> free_space;                                        // give up an idle slot's rows; false if there are none
         std::function<void(int32_t id_slot, const std::string & message)> end_slot; // with an error
     };
 
@@ -37,8 +40,11 @@ class server_ridge {
     // forget everything that belongs to the context, before it is freed
     void reset();
 
-    // for /props, null if there are no maps
-    json props() const;
+    // what was loaded last, where maps were asked for; any thread may ask, also while the server sleeps or wakes
+    void add_to(json & props) const;
+
+    // what a request that runs with these adapters may reuse
+    server_ridge_want wanted(const server_task & task, const std::vector<common_adapter_lora_info> & lora) const;
 
     // n_past: rows of the prompt that are in the cache of the slot. Returns how many of them may be reused. The references
     // must stay valid until stop().
@@ -57,6 +63,28 @@ class server_ridge {
     void step(server_queue & queue, const std::function<void(int32_t id_slot)> & on_progress);
 
     void stop(int32_t id_slot);
+
+    // The other slots found no free cells: give up the rows of the prompt that began to fill last, whose slot is ended. False
+    // if none is filling.
+    bool give_way();
+
+    //
+    // slot files: without maps they are upstream's, except that none with filled rows is restored
+    //
+
+    // before a slot is saved: throws std::runtime_error if a file cannot say what its rows are
+    void check_save(const server_prompt & prompt) const;
+
+    // afterwards: what the rows are. False if that failed, which the log explains
+    bool add_record(const std::string & path, const server_prompt & prompt) const;
+
+    struct slot_rows {
+        std::string        error; // empty: the rows may be put into the cache
+        server_ridge_cells cells;
+    };
+
+    // before a slot is touched: whether upstream can read this file, and what its rows are
+    slot_rows check_restore(const std::string & path, int32_t id_slot, int32_t n_ctx) const;
 
   private:
     // one prompt between plan() and its last step
@@ -84,9 +112,23 @@ class server_ridge {
     std::string no_maps_message;  // the same for people
     std::string no_fill_reason;   // why no prompt is filled although maps are loaded
 
+    std::vector<std::string> adapter_hashes; // of the content of each LoRA adapter of the server, if maps are loaded
+    server_ridge_slot_file   here;           // model and cache, if maps are loaded
+
+    mutable std::mutex mutex_props;
+    json               props;     // null if no maps were asked for
+
+    bool              kv_unified = false;
+    std::set<int32_t> working;    // slots between plan() and stop()
+
     std::map<int32_t, job> jobs;  // by slot
     int32_t id_last = -1;         // slot of the last step
 
+    void load_maps(const common_params & params);
+    json describe() const;
+
+    llama_ridge_mode   mode_of(const server_ridge_request & request) const;
+    std::string        adapters_key(const std::vector<common_adapter_lora_info> & lora) const;
     llama_ridge_params request_params(const server_ridge_request & request) const;
     std::string        provenance(llama_ridge_mode mode) const;
 
@@ -94,9 +136,11 @@ class server_ridge {
 
     int32_t begin(int32_t id_slot, job & j);
 
+    bool has_room_at_end(int32_t id_slot, const job & j) const;
+
     void finish     (int32_t id_slot, job & j);
     void run_exactly(int32_t id_slot, job & j, int32_t status);
-    void end_slot   (int32_t id_slot, job & j);
-    void skip       (int32_t id_slot, job & j, int32_t status);
+    void end_slot   (int32_t id_slot, job & j, const std::string & why);
+    void skip       (int32_t id_slot, job & j, const char * reason);
     void report     (int32_t id_slot, const server_task & task, const server_ridge_stats & stats);
 };

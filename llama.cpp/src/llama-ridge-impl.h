@@ -102,6 +102,7 @@ struct llama_ridge_access {
     static bool             has_lora(const llama_context & ctx);
     static bool             has_cvec(const llama_context & ctx); // a control vector
     static uint32_t         n_free(const llama_kv_cells & cells);
+    static std::string      layout(const llama_kv_cache & kv); // how rows lie in it, "name=value;..."
 
     static void set_n_kv(llama_kv_cache_context & mctx, uint32_t n_kv);
 

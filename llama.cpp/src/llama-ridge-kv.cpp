@@ -81,6 +81,13 @@ uint32_t llama_ridge_access::n_free(const llama_kv_cells & cells) {
     return cells.size() - cells.get_used();
 }
 
+std::string llama_ridge_access::layout(const llama_kv_cache & kv) {
+    const auto & layer = kv.layers[0];
+
+    return format("k=%s;v=%s;v_trans=%d;rotated=%d,%d;layers=%zu;streams=%u", ggml_type_name(layer.k->type),
+            layer.v ? ggml_type_name(layer.v->type) : "none", kv.v_trans, kv.attn_rot_k, kv.attn_rot_v, kv.layers.size(), kv.n_stream);
+}
+
 void llama_ridge_access::set_n_kv(llama_kv_cache_context & mctx, uint32_t n_kv) {
     mctx.n_kv = n_kv;
 }

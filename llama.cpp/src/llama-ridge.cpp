@@ -132,8 +132,31 @@ const char * llama_ridge_unsupported(const struct llama_context * ctx) {
 }
 
 //
-// cache inspection
+// the cache
 //
+
+int32_t llama_ridge_cache_layout(const struct llama_context * ctx, char * buf, size_t size) {
+    const auto * kv = llama_ridge_access::kv(const_cast<llama_context &>(*ctx));
+    const auto & c  = ctx->get_cparams();
+
+    return snprintf(buf, size, "%s;rope=%g,%g;yarn=%u,%g,%g,%g,%g", kv ? llama_ridge_access::layout(*kv).c_str() : "",
+            c.rope_freq_base, c.rope_freq_scale, c.n_ctx_orig_yarn, c.yarn_ext_factor, c.yarn_attn_factor, c.yarn_beta_fast, c.yarn_beta_slow);
+}
+
+int32_t llama_ridge_n_free(const struct llama_context * ctx, llama_seq_id seq_id, bool with_own) {
+    auto * kv = llama_ridge_access::kv(const_cast<llama_context &>(*ctx));
+    if (kv == nullptr || seq_id < 0 || (uint32_t) seq_id >= kv->get_n_seq_max()) {
+        return 0;
+    }
+
+    const auto & cells = llama_ridge_access::cells(*kv, seq_id);
+    int32_t n = llama_ridge_access::n_free(cells);
+    for (uint32_t i = 0; with_own && i < cells.size(); ++i) {
+        n += !cells.is_empty(i) && cells.seq_has(i, seq_id) && cells.seq_count(i) == 1;
+    }
+
+    return n;
+}
 
 // cells of positions [p0, p1) of a sequence, or a failure that names what is missing
 static int32_t find_cells(

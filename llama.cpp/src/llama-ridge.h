@@ -144,6 +144,18 @@ extern "C" {
     LLAMA_API void llama_ridge_prefill_free(struct llama_ridge_prefill * prefill);
 
     //
+    // the cache as a whole
+    //
+
+    // What rows of the cache depend on beside the model and the prompt, as one line "name=value;...": rows that were saved
+    // can be put back where this text is the same. Returns the length of the text, as snprintf does.
+    LLAMA_API int32_t llama_ridge_cache_layout(const struct llama_context * ctx, char * buf, size_t size);
+
+    // Cells that are free for rows of a sequence; with_own: as if the sequence were removed first. Of a memory that is no
+    // plain KV cache, 0.
+    LLAMA_API int32_t llama_ridge_n_free(const struct llama_context * ctx, llama_seq_id seq_id, bool with_own);
+
+    //
     // the rows of the cache, for tests and for `ridgefill tune`
     //
 

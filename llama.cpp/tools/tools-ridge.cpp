@@ -82,7 +82,7 @@ llama_ridge_prefill_stats tools_ridge::fill(llama_seq_id seq_id, llama_pos pos0,
 llama_tokens tools_ridge::fill_prompt(const llama_tokens & tokens) {
     n_rows += tokens.size();
 
-    const int64_t n_min = flags.n_min_prompt > 0 ? flags.n_min_prompt : 2*(int64_t) params.n_tail;
+    const int64_t n_min = common_ridge_min_prompt(flags, params.n_tail);
     if (maps && (int64_t) tokens.size() < n_min) {
         why_exact = string_format("the prompt has %zu rows, fewer than %lld", tokens.size(), (long long) n_min);
         return {};

@@ -57,7 +57,7 @@ class Llama(PrefillLlama):
     ridge_rows         further exact rows: "none", "random", "digits"
     ridge_budget       most of those: a share of the rows before the tail, or a number; 0 is no limit for digits
     ridge_seed         of the random rows (0)
-    ridge_min_prompt   prompts with fewer new rows run exactly (twice the tail)
+    ridge_min_prompt   prompts with fewer new rows run exactly, 0 for no minimum (twice the tail)
 
     generate, create_completion, __call__, create_chat_completion and eval take all but ridge_maps for one call.
 

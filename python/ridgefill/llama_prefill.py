@@ -170,7 +170,7 @@ class PrefillLlama(llama_cpp.Llama):
 
     def _ridge_min_prompt(self, o: Options) -> int | None:
         tail = self._ridge_tail(o)
-        return o.min_prompt or (2 * tail if tail else None)
+        return o.min_prompt if o.min_prompt is not None else 2 * tail if tail else None
 
     def _ridge_reason(self, o: Options) -> str | None:
         """Why a prompt cannot be filled, whatever its length."""
@@ -277,6 +277,8 @@ class PrefillLlama(llama_cpp.Llama):
             with self._ridge_ctx.prefill(
                 new, pos0=n_past, mode=plan.mode, maps=self._ridge_maps, n_tail=plan.tail or 0, exact_rows=rows
             ) as prefill:  # leaving an unfinished one removes its rows
+                if plan.mode != "plumb" and not len(prefill.filled):
+                    return replace(plan, reason="short")
                 prefill.run()
                 n_done, filled, stats = prefill.n_done, prefill.filled, prefill.stats
         except RidgeError as e:

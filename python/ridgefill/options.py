@@ -37,7 +37,7 @@ class Options:
     budget      most rows of the selector: a share of the rows before the tail (0 < F < 1) or a number (F >= 1); 0, which
                 is no limit for digits
     seed        of the random rows; 0
-    min_prompt  prompts with fewer new rows run exactly; twice the tail
+    min_prompt  prompts with fewer new rows run exactly, 0 for no minimum; twice the tail
     """
 
     mode: str | None = None
@@ -57,7 +57,7 @@ class Options:
         _expect("mode", self.mode in (None, *MODES), "off, plumb, identity, nofill or fill", self.mode)
         _expect("rows", self.rows in (None, *ROWS), "none, random or digits", self.rows)
         _expect("tail", _is_count(self.tail, 1, 2**31), "a whole number of rows, 1 or more", self.tail)
-        _expect("min_prompt", _is_count(self.min_prompt, 1, 2**31), "a whole number of rows, 1 or more", self.min_prompt)
+        _expect("min_prompt", _is_count(self.min_prompt, 0, 2**31), "a whole number of rows, 0 or more", self.min_prompt)
         _expect("seed", _is_count(self.seed, 0, 2**64), "a whole number, 0 or more", self.seed)
         b = self.budget
         good = b is None or (isinstance(b, Real) and not isinstance(b, bool) and math.isfinite(b) and b >= 0)

@@ -119,12 +119,13 @@ def _without_maps(seen: _Seen) -> Report:
 
 def _with_maps(seen: _Seen) -> Report:
     ridge, rows = seen.ridge, seen.rows
-    fits = ridge["min_prompt"] <= seen.room
+    least = max(ridge["min_prompt"], ridge["tail"] + ridge["sink"] + 1)
+    fits = least <= seen.room
     maps = f"{ridge['maps']}, kind {ridge['kind']}, split {ridge['split']}, sha256 {ridge['hash'][:12]}"
     checks = [
         Check(f"the maps are loaded: {maps}", True),
         Check(f"mode of requests that name none: {ridge['mode']}", ridge["mode"] not in ("off", "plumb")),
-        Check(f"prompts with {ridge['min_prompt']:,} new rows are filled, a slot holds {seen.room:,}", fits),
+        Check(f"prompts with {least:,} new rows are filled, a slot holds {seen.room:,}", fits),
     ]
     if rows:
         checks.append(Check(f"rows of prompts: {rows['filled']:,} filled, {rows['exact']:,} exact", rows["filled"] > 0))
