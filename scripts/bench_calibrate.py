@@ -24,8 +24,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "python"))
 
-from machine import machine
 from ridgefill import calibrate, lib
+from ridgefill.machine import write_record
 
 MAX_TIME, MEMORY_WITHIN = 1.2, 0.1
 
@@ -120,7 +120,7 @@ def main() -> int:
     print(f"sums of {t['kind']} at split {t['split']}: {t['ratio']:.3f} times a plain pass [{min(t['ratios']):.3f}, {max(t['ratios']):.3f}]")
     print(f"memory of {len(m['splits'])} splits: {m['used'] / 2**20:,.0f} MiB, stated {m['stated'] / 2**20:,.0f} MiB: {m['ratio']:.2f}")
     if a.out:
-        a.out.write_text(json.dumps({"machine": machine(), "model": Path(a.model).name, "n_tokens": a.n_tokens} | found, indent=1) + "\n")
+        write_record(a.out, {"model": Path(a.model).name, "n_tokens": a.n_tokens} | found)
     return 0 if t["ratio"] <= MAX_TIME and abs(m["ratio"] - 1) <= MEMORY_WITHIN else 1
 
 

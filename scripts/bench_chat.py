@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A conversation with fills on beside the same one served exactly: what is reused, and how long each turn waits.
 
-    scripts/bench_chat.py --out results/bench-chat.json
+    scripts/bench_chat.py          writes results/bench-chat.json
 
 Two slots of one server hold the same conversation, one in mode off, one in mode fill, and take their turns one after the
 other. The assistant's part of both is what the exact one said, so that both have the same prompts. The first message is long,
@@ -11,7 +11,6 @@ than 1.2 times as long as from exact cache, by the median of the repetitions.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import statistics
 import sys
@@ -25,7 +24,7 @@ from rich.table import Table
 
 from filler import passages
 from llama_server import Answer, LlamaServer, ServerError
-from machine import machine
+from ridgefill.machine import write_record
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -114,7 +113,7 @@ def main(
     first: Annotated[int, typer.Option(help="tokens of the first message, about")] = 3000,
     later: Annotated[int, typer.Option(help="tokens of each later one, about")] = 300,
     repeats: Annotated[int, typer.Option(help="conversations")] = 3,
-    out: Annotated[Path, typer.Option(help="JSON file")] = ROOT / "out" / "bench-chat.json",
+    out: Annotated[Path, typer.Option(help="JSON file")] = ROOT / "results" / "bench-chat.json",
 ) -> None:
     flags = ["-np", 2, "-c", 2 * 8192, "--no-kv-unified", "--cache-ram", 0, "-t", os.cpu_count() or 1]
     with LlamaServer("-m", model, "--ridge-maps", maps, *flags) as server, Progress(console=console, transient=True) as progress:
@@ -124,10 +123,8 @@ def main(
     show(runs)
     faults = check(runs)
     settings = {"model": model.name, "maps": maps.name, "tail": tail, "first": first, "later": later, "repeats": repeats}
-    record = {"machine": machine(), "settings": settings, "runs": [[dataclasses.asdict(t) for t in run] for run in runs],
-              "last_turn_ratio": last_ratio(runs), "faults": faults}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(record, indent=1) + "\n")
+    found = [[dataclasses.asdict(t) for t in run] for run in runs]
+    write_record(out, {"settings": settings, "runs": found, "last_turn_ratio": last_ratio(runs), "faults": faults})
     console.print(f"last turn: {last_ratio(runs):.2f} of the exact one's time to first token; written to {os.path.relpath(out)}")
     for fault in faults:
         console.print(f"NOT good: {fault}", highlight=False)

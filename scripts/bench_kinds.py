@@ -9,34 +9,22 @@ says how far. Exit status 0: maps of kind kv, where they are given with those of
 """
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
-from scipy import stats
 
 from bench_prefill import N_UBATCH, ROOT, fill_times, requantised, text_tokens
-from machine import machine
 from ridgefill.errors import RidgefillError
+from ridgefill.evaluation import stats
 from ridgefill.lib import Maps, Model
+from ridgefill.machine import write_record
 
 console = Console()
-
-
-def of_first(times: list[float], first: list[float]) -> dict:
-    """Ratio of the medians over the rounds; percentile interval over rounds, drawn in pairs (10,000 resamples, fixed seed)."""
-    found = stats.bootstrap(
-        (times, first), lambda a, b, axis=-1: np.median(a, axis=axis) / np.median(b, axis=axis),
-        paired=True, n_resamples=10_000, method="percentile", rng=np.random.default_rng(0),
-    )
-    low, high = found.confidence_interval
-    return {"ratio": statistics.median(times) / statistics.median(first), "low": low, "high": high}
 
 
 def measure(path: Path, files: list[Path], threads: int, rounds: int) -> list[dict]:
@@ -51,7 +39,8 @@ def measure(path: Path, files: list[Path], threads: int, rounds: int) -> list[di
             m.close()
     us = [[1e6 * x for x in t] for t in times]
     return [
-        a | {"us": statistics.median(t), "of_first": of_first(t, us[0]), "rounds_us": t} for a, t in zip(about, us, strict=True)
+        a | {"us": statistics.median(t), "of_first": stats.median_ratio(t, us[0], a["file"]).as_dict(), "rounds_us": t}
+        for a, t in zip(about, us, strict=True)
     ]
 
 
@@ -59,7 +48,7 @@ def show(results: list[dict]) -> None:
     table = Table("kind", "split", "µs a row and layer [quartiles]", "of the first [95 %]", title="Filling one row of one layer")
     for r in results:
         low, _, high = statistics.quantiles(r["rounds_us"], n=4)
-        of = "{ratio:.2f} [{low:.2f}, {high:.2f}]".format(**r["of_first"])
+        of = "{value:.2f} [{low:.2f}, {high:.2f}]".format(**r["of_first"])
         table.add_row(r["kind"], str(r["split"]), f"{r['us']:.2f} [{low:.2f}, {high:.2f}]", of)
     console.print(table)
 
@@ -74,7 +63,7 @@ def main(
     path = model or requantised()
     results = measure(path, maps, threads, rounds)
     show(results)
-    out.write_text(json.dumps({"machine": machine(), "model": path.name, "threads": threads, "results": results}, indent=1) + "\n")
+    write_record(out, {"model": path.name, "threads": threads, "results": results})
     us = {r["kind"]: r["us"] for r in results}
     raise typer.Exit({"input", "kv"} <= us.keys() and 2 * us["kv"] > us["input"])
 

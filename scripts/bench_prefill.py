@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 import os
 import statistics
 import subprocess
@@ -35,9 +34,9 @@ from rich.table import Table
 
 from filler import passages
 from llama_server import ServerError
-from machine import machine
 from ridgefill.errors import RidgefillError
 from ridgefill.lib import Context, Maps, Model, select_rows
+from ridgefill.machine import write_record
 from model_layers import truncate
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -286,8 +285,7 @@ def main() -> int:
         show(results, f"{path.name}, {args.threads} thread{'s' * (args.threads > 1)}, {clock}, medians of {args.repeats}")
         name = f"bench-{args.clock}-{args.model if args.model in ('q8_0', 'shipped') else path.stem}-s{bench.split}"
     out = args.out or ROOT / "out" / f"{name}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"machine": machine(), "settings": settings, "results": results}, indent=1) + "\n")
+    write_record(out, {"settings": settings, "results": results})
     console.print(f"written to {os.path.relpath(out)}")
     return 0
 

@@ -37,10 +37,10 @@ sys.path.insert(0, str(ROOT / "python"))
 
 from filler import passages
 from llama_server import BINARY, Answer, LlamaServer, ServerError, check_arm
-from machine import machine
 from ridgefill.errors import RidgefillError
 from ridgefill.evaluation import EvaluationError, report, stats
 from ridgefill.evaluation.journal import Journal
+from ridgefill.machine import machine
 
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 MAPS = ROOT / "models" / "smollm2-135m-instruct.s20.q8_0.ridge.gguf"

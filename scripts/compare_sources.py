@@ -26,10 +26,10 @@ import typer
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "python"))
 
-from machine import machine
 from ridgefill import __version__
 from ridgefill.calibrate import Config, calibrate
 from ridgefill.hf import MODEL_TYPES
+from ridgefill.machine import machine
 from ridgefill.model_file import ModelFile, file_sha256
 from ridgefill.progress import progress
 

@@ -27,12 +27,12 @@ from rich.console import Console
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "python"))
 
-from machine import machine
 from ridgefill import __version__, lib
 from ridgefill.errors import RidgefillError
 from ridgefill.evaluation import Arm, facts, prompts, report, texts
 from ridgefill.evaluation.journal import Journal
 from ridgefill.evaluation.study import Settings, Study
+from ridgefill.machine import machine
 from ridgefill.progress import progress
 
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -21,10 +21,10 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "python"))
 
-from machine import machine
 from ridgefill import calibrate, fit, score
 from ridgefill.capture import activations
 from ridgefill.lib import Context
+from ridgefill.machine import machine
 from ridgefill.progress import progress
 from ridgefill.sums import Sums
 

@@ -11,6 +11,8 @@ the test runs there, and the file is put back. Exit status: 0 when every test fa
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -21,6 +23,8 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "python")]
 
 from rich.console import Console
 from test_field_reports import Mark, marks
+
+TIMEOUT = 300  # seconds of a test
 
 console = Console()
 
@@ -51,11 +55,18 @@ def mutant(tree: Path, mark: Mark):
 
 
 def notices(tree: Path, mark: Mark) -> bool:
-    with mutant(tree, mark):
-        command = [tree / ".venv" / "bin" / "python", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/{mark.test}"]
-        p = subprocess.run(command, cwd=tree, capture_output=True, text=True)
+    """A test that does not end without its mechanism has noticed it too."""
+    command = [tree / ".venv" / "bin" / "python", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/{mark.test}"]
+    with mutant(tree, mark), subprocess.Popen(
+        command, cwd=tree, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as p:
+        try:
+            out, _ = p.communicate(timeout=TIMEOUT)
+        except subprocess.TimeoutExpired:
+            os.killpg(p.pid, signal.SIGKILL)
+            return True
     if p.returncode not in (0, 1):
-        raise SystemExit(f"{mark.test}: pytest ended with status {p.returncode}:\n{p.stdout[-2000:]}{p.stderr[-2000:]}")
+        raise SystemExit(f"{mark.test}: pytest ended with status {p.returncode}:\n{out[-4000:]}")
     return p.returncode == 1
 
 
@@ -68,6 +79,7 @@ def main() -> int:
     tree = args.tree.resolve()
     if tree == ROOT:
         parser.error("TREE: expected another checkout than this one")
+    os.environ["PATH"] = f"{tree / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"  # cmake, where setup.sh put it there
     rows = {int(r) for r in args.rows.split(",")} if args.rows else None
     chosen = [m for m in marks() if m.file and (rows is None or m.row in rows) and (not args.python or m.file.endswith(".py"))]
     missed = 0

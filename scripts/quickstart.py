@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import random
 import statistics
@@ -24,7 +23,7 @@ from rich.table import Table
 
 from filler import passages
 from llama_server import Answer, LlamaServer, ServerError, check_arm
-from machine import machine
+from ridgefill.machine import write_record
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -177,9 +176,7 @@ def show_many(results: list[Result]) -> bool:
 
 
 def save(path: Path, results: list[Result], settings: dict) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    record = {"machine": machine(), "settings": settings, "seeds": [dataclasses.asdict(r) for r in results]}
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(path, {"settings": settings, "seeds": [dataclasses.asdict(r) for r in results]})
     console.print(f"written to {os.path.relpath(path)}")
 
 

@@ -11,7 +11,6 @@ of a sanitizer; it is meant for a build with AddressSanitizer (docs/TESTING.md).
 """
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -30,7 +29,7 @@ from rich.progress import Progress
 
 from filler import passages
 from llama_server import BINARY, LlamaServer, ServerError
-from machine import machine
+from ridgefill.machine import write_record
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -103,8 +102,7 @@ def request(prompt: list[int], mode: str, **fields) -> dict:
 
 
 def save(out: Path, record: dict, good: bool) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"machine": machine(), **record, "good": good}, indent=1) + "\n")
+    write_record(out, {**record, "good": good})
     console.print(f"written to {os.path.relpath(out)}")
     console.print("good" if good else "NOT good")
     raise typer.Exit(0 if good else 1)

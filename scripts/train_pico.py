@@ -25,9 +25,9 @@ import typer
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "python"))
 
-from machine import machine
 from ridgefill.errors import RidgefillError
 from ridgefill.evaluation import texts
+from ridgefill.machine import machine
 from ridgefill.progress import progress, stderr
 
 LENGTHS = (512, 1024)

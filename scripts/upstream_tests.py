@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from llama_server import ROOT, free_port
-from machine import machine
+from ridgefill.machine import machine
 
 OURS = ROOT / "tests" / "upstream"
 RESULTS = ROOT / "results" / "upstream-tests.json"

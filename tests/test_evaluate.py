@@ -16,12 +16,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from ridgefill import cli, lib, native
+from ridgefill import cli, lib, machine, native
 from ridgefill.cost import Cost
 from ridgefill.errors import OutputExists
 from ridgefill.evaluation import Arm, Engine, EvaluationError, arms, loss, page, plots, report, study, tasks, texts
+from ridgefill.evaluation.attended import AttendedRows
 from ridgefill.evaluation.folder import Folder, folder_name
 from ridgefill.evaluation.journal import Journal
+from ridgefill.reference import Weights, forward
+from ridgefill.reference.forward import _linear, _turned, rms_norm, softmax
 from test_evaluation import fact_records, loss_records
 from test_evaluation_tasks import natural
 from typer.testing import CliRunner
@@ -58,6 +61,16 @@ def test_agreement_ends_at_the_first_other_token(found, share):
     assert loss.agreement(np.array(found), [1, 2, 3, 4]) == share
 
 
+def test_what_is_quoted_stands_in_the_source_as_it_is():
+    source = [10, 11, 12, 13, 14, 15]
+    # of 9 11 12 13 | 11 12 13 14 | 12 13 14 15 | 13 14 15 10 the source holds two
+    assert loss.quoted([9, 11, 12, 13, 14, 15, 10], source, n=4) == 0.5
+    assert loss.quoted([11, 12, 13, 14], source, n=4) == 1 and loss.quoted([14, 13, 12, 11], source, n=4) == 0
+    assert loss.quoted([10, 11, 12, 13], [10, 11, 12, 9, 13], n=4) == 0
+    assert loss.quoted([11, 12, 13], source, n=4) is None
+    assert loss.quoted(source * 2, source * 2) == 1 and loss.quoted(source, source) is None  # 8 tokens
+
+
 @pytest.fixture(scope="module")
 def engine(patched_lib, pico_model):
     lib.load(patched_lib)
@@ -85,7 +98,7 @@ def test_kl_is_that_of_the_definition(engine, text):
 
 
 @pytest.mark.parametrize("arm", ["identity-S2", "nofill-S3", "cut", "identity-S4+tail=0.5"])
-def test_decoding_in_one_go_agrees_as_decoding_token_by_token(engine, text, arm):
+def test_greedy_text_is_compared_with_exacts(engine, text, arm):
     def greedy(a: Arm) -> list[int]:
         rest, pos0, _ = engine.begin(a, text.tokens[:200], 64)
         return lib.greedy(engine.ctx, engine.ctx.decode(rest, pos0=pos0)[0], 12, stop_at_eog=False)
@@ -98,6 +111,57 @@ def test_decoding_in_one_go_agrees_as_decoding_token_by_token(engine, text, arm)
     assert [r["decode"] for r in plain] == [None, None]
     # what is decoded behind the prompt leaves the scored tokens alone
     assert [r["loss"] for r in plain] == [r["loss"] for r in records]
+
+
+def test_quotes_of_the_tail_do_not_count(engine, text, monkeypatch):
+    continued = list(text.tokens[127:139])  # five runs of 8, of which the tail, from 136 on, leaves the first two
+    monkeypatch.setattr(loss.lib, "greedy", lambda *_, **__: continued)
+    records = loss.score_window(engine, [Arm("exact"), Arm("identity", 2)], text, 64, n_decode=12)
+    assert [r["quoted"] for r in records] == [2 / 5, 2 / 5]
+
+
+def test_pop_fills_every_row_but_the_last_above_two_thirds_of_the_layers(engine, text):
+    found, cost = loss.read(engine, Arm("pop"), text, 64), Cost(engine.model.path, 6)
+    assert found.filled.filled.tolist() == list(range(199)) and found.filled.chosen == ()
+    kept = np.arange(200) == 199
+    assert found.filled.cost == pytest.approx(cost.partly(kept, 4, cost.fill(4, "identity")) / cost.exact(200))
+    with lib.Context(engine.model, 512, n_threads=1) as ctx:
+        ctx.prefill(text.tokens[:200], mode="identity", split=4, n_tail=1, n_sink=0).run()
+        expected = ctx.decode(text.tokens[199:259], pos0=199, logits="all")
+    assert np.array_equal(found.logits, expected)
+
+
+def test_rows_are_chosen_by_the_attention_of_the_last_ones(engine, text):
+    """Against the oracle's keys and queries of its own, summed over heads and the layers below the split."""
+    prompt, weights = text.tokens[:200], Weights(engine.model.path)
+    run, h, last = forward(weights, prompt), weights.hparams, np.arange(136, 200)
+    mass = np.zeros((6, 200))
+    for il in range(6):
+        z = rms_norm(run.x[il][last], weights.layer(il, "attn_norm.weight"), h.eps)
+        q = _turned(weights, il, "q", _linear(weights, il, "q", z, h.n_head), last)
+        for head in range(h.n_head):
+            scores = q[:, head] @ run.k[il][:, head // (h.n_head // h.n_head_kv)].T * h.attention_scale
+            mass[il] += softmax(np.where(np.arange(200) > last[:, None], -np.inf, scores)).sum(0)
+    found = AttendedRows(engine.model).masses(engine.ctx, prompt, 6)
+    assert found.sum() == pytest.approx(6 * 64 * h.n_head) and np.abs(found - mass).max() < 0.01 * mass.max()
+    for split in (2, 4):
+        of_split = mass[:split].sum(0)[N_SINK:136]
+        chosen = engine.choose(Arm.parse(f"identity-S{split}+attention=0.1"), prompt, 64, seed=0)
+        assert chosen == sorted(set(chosen)) and len(chosen) == 13 and all(N_SINK <= r < 136 for r in chosen)
+        got = of_split[np.array(chosen) - N_SINK].sum()
+        assert np.sort(of_split)[-13:].sum() * 0.999 < got
+    assert engine.ctx.seq_pos_max() == -1 and engine.ctx._layers == ()
+
+
+def test_the_attention_of_a_prompt_is_computed_once(engine, text, monkeypatch):
+    rows, decoded = AttendedRows(engine.model), []
+    compute = rows._compute
+    monkeypatch.setattr(rows, "_compute", lambda ctx, prompt, n: decoded.append(n) or compute(ctx, prompt, n))
+    deep = rows.select(engine.ctx, text.tokens[:200], 4, 136, 13, 4, 0)
+    assert rows.select(engine.ctx, text.tokens[:200], 4, 136, 13, 2, 5) and decoded == [4, 5]
+    assert rows.select(engine.ctx, text.tokens[:200], 4, 136, 13, 4, 5) == deep and decoded == [4, 5]
+    rows.select(engine.ctx, text.tokens[1:200], 4, 135, 13, 4, 5)
+    assert decoded == [4, 5, 5]
 
 
 def test_noise_is_exact_in_other_pieces(engine, text):
@@ -156,28 +220,32 @@ def test_hits_by_depth():
     assert [(d["depth"], d["hits"], d["n"]) for d in depths] == [(0.125, 2, 10), (0.375, 2, 10), (0.625, 1, 10), (0.875, 1, 10)]
 
 
+CONTROLS = (("random", "tail"), ("attention", "random"), ("attention", "tail"))
+
+
 def test_controls_stand_beside_what_they_control():
     found = study.default_arms([SimpleNamespace(split=2, kind="kv"), SimpleNamespace(split=2, kind="kv_prev")], 0.1)
     names = [a.name for a in found]
-    assert len(set(names)) == len(names) == 3 + 2 + 2 * 4
+    assert len(set(names)) == len(names) == 4 + 2 + 2 * 5
     pairs = {(a.name, b.name) for a, b in report.control_pairs(found)}
     assert pairs == {
         ("fill-S2:kv_prev", "fill-S2:kv"),
         ("fill-S2:kv_prev+random=0.1", "fill-S2:kv+random=0.1"),
         ("fill-S2:kv_prev+tail=0.1", "fill-S2:kv+tail=0.1"),
-        *((f"fill-S2:{k}", b) for k in ("kv", "kv_prev") for b in ("identity-S2", f"nofill-S2:{k}+equal")),
-        *((f"fill-S2:{k}+random=0.1", f"fill-S2:{k}+tail=0.1") for k in ("kv", "kv_prev")),
+        ("fill-S2:kv_prev+attention=0.1", "fill-S2:kv+attention=0.1"),
+        *((f"fill-S2:{k}", b) for k in ("kv", "kv_prev") for b in ("identity-S2", f"nofill-S2:{k}+equal", "pop")),
+        *((f"fill-S2:{k}+{a}=0.1", f"fill-S2:{k}+{b}=0.1") for k in ("kv", "kv_prev") for a, b in CONTROLS),
     }
-    assert [a.name for a in study.default_arms([], 0.1)] == ["exact", "noise", "cut"]
+    assert [a.name for a in study.default_arms([], 0.1)] == ["exact", "noise", "cut", "pop"]
 
 
 #
 # a run
 #
 
-ARMS = ("exact", "noise", "identity-S4", "identity-S4+random=0.1", "identity-S4+tail=0.1")
+ARMS = ("exact", "noise", "pop", "identity-S4", "identity-S4+random=0.1", "identity-S4+attention=0.1", "identity-S4+tail=0.1")
 SMALL = study.Settings(
-    documents=2, prefix=160, tail=48, scored=24, decode=6, items=2, rows=700, item_tail=220, seed=5, loss_arms=ARMS, item_arms=ARMS
+    documents=2, prefix=160, tail=48, scored=24, decode=9, items=2, rows=700, item_tail=220, seed=5, loss_arms=ARMS, item_arms=ARMS
 )
 DOCS = natural(4, 120)
 
@@ -291,12 +359,10 @@ def numbers(value) -> list[float]:
     return [value]
 
 
-def test_the_numbers_of_the_page_are_those_of_the_json(finished):
-    path, result = finished
-    cells = Cells()
-    cells.feed((path / "report.html").read_text())
+def check_values(cells: dict[str, str], result: dict) -> int:
+    """Compare texts, each by the path of its value, with what stands there in a result: how many hold an interval."""
     n_intervals = 0
-    for where, text in cells.cells.items():
+    for where, text in cells.items():
         value = result
         for key in where.split("/"):
             value = value[int(key)] if isinstance(value, list) else value[key]
@@ -309,11 +375,24 @@ def test_the_numbers_of_the_page_are_those_of_the_json(finished):
         assert len(written) == len(expected), (where, text)
         for w, e in zip(written, expected, strict=True):
             assert float(w.replace(",", "")) == pytest.approx(e, abs=0.51 * 10 ** -len(w.partition(".")[2].partition("e")[0]), rel=0.06), where
-    shown = {tuple(c.split("/")[:3]) for c in cells.cells}
+    return n_intervals
+
+
+def check_cells(text: str, result: dict) -> tuple[dict[str, str], int]:
+    """check_values() of a page: its cells, and how many hold an interval."""
+    cells = Cells()
+    cells.feed(text)
+    return cells.cells, check_values(cells.cells, result)
+
+
+def test_the_numbers_of_the_page_are_those_of_the_json(finished):
+    path, result = finished
+    cells, n_intervals = check_cells((path / "report.html").read_text(), result)
+    shown = {tuple(c.split("/")[:3]) for c in cells}
     assert shown >= {(what, "summary", arm) for what in ("loss", "single", "frequent") for arm in ARMS}
     for what in ("single", "frequent"):
         assert tasks.TASKS[what].about in (path / "report.html").read_text()
-    assert n_intervals > 10 and "loss/summary/identity-S4/over_exact" in cells.cells
+    assert n_intervals > 10 and "loss/summary/identity-S4/over_exact" in cells
 
 
 def test_the_page_needs_nothing_else(finished):
@@ -341,6 +420,19 @@ def test_scores_of_the_maps_are_shown_by_layer(finished):
 def test_a_page_is_the_same_each_time_it_is_made(finished):
     path, result = finished
     assert page.render(result) == (path / "report.html").read_text()
+
+
+def test_a_result_names_the_machine_and_the_commit(finished, tmp_path, monkeypatch):
+    path, result = finished
+    made_on = machine.machine()
+    assert {k: result["machine"][k] for k in made_on} == made_on and made_on["cpu"] and result["machine"]["library"]
+    git = ["git", "-C", machine.CHECKOUT, "rev-parse", "HEAD"]
+    head = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    commit = made_on["commit"].removesuffix("-dirty").rpartition("-g")[2]  # behind a tag: TAG-COUNT-gHASH
+    assert head.startswith(commit) if head else commit == "unknown"
+    assert result["machine"]["cpu"] in (path / "report.html").read_text()
+    monkeypatch.setattr(machine, "CHECKOUT", tmp_path)  # as installed
+    assert machine.machine()["commit"] == "unknown"
 
 
 def test_csv_holds_a_record_for_each_item_and_arm(finished):
@@ -416,6 +508,7 @@ def test_the_command_writes_a_folder_and_refuses_to_write_it_again(command, tmp_
     "args, code, message",
     [
         (["--sets", "loss,poems"], 14, "sets: expected some of loss, digits"),
+        (["--sets", "splices"], 14, "splices: expected maps, whose rows are exchanged with exact ones, found none"),
         (["--arms", "exact,fill-S2"], 14, "fill-S2: expected one file of maps that this names, found 0 among none"),
         (["--arms", "exact,identity-S9"], 14, "identity-S9: expected a split layer from 1 to 5, found 9"),
         (["--arms", "identity-S4"], 14, "expected the arm exact"),

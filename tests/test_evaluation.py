@@ -190,7 +190,7 @@ def test_statistics_refuse_what_they_cannot_compute():
 @pytest.mark.parametrize(
     "name",
     ["exact", "cut", "noise", "fill-S19", "identity-S1", "nofill-S15", "fill-S15+digits", "fill-S15:kv+random", "fill-S15:kv+random=0.1",
-     "identity-S2+tail=0.25", "nofill-S15:kv+equal", "nofill-S15+equal"],
+     "identity-S2+tail=0.25", "fill-S15:kv+attention=0.1", "pop", "nofill-S15:kv+equal", "nofill-S15+equal"],
 )
 def test_arm_names_round_trip(name):
     assert Arm.parse(name).name == name
@@ -199,7 +199,8 @@ def test_arm_names_round_trip(name):
 @pytest.mark.parametrize(
     "name",
     ["", "fill", "fill-S", "fill-S0", "fill-Sx", "exact-S3", "fill-S15+", "fill-S15+all", "ridge-S3", "fill-S-1", "fill-S015", "fill:kv", "identity-S3:kv",
-     "exact+digits", "cut+tail=0.1", "fill-S3+tail", "fill-S3+tail=1", "fill-S3+random=2", "fill-S3+digits=0.1", "fill-S3+equal", "fill-S3+random=nan", "fill-S3+random=0.10"],
+     "exact+digits", "cut+tail=0.1", "fill-S3+tail", "fill-S3+tail=1", "fill-S3+random=2", "fill-S3+digits=0.1", "fill-S3+equal", "fill-S3+random=nan", "fill-S3+random=0.10",
+     "fill-S3+attention", "fill-S3+attention=1", "exact+attention=0.1", "pop-S3", "pop:kv", "pop+tail=0.1"],
 )
 def test_other_names_are_refused(name):
     with pytest.raises(EvaluationError):
@@ -430,6 +431,7 @@ def loss_records(excess: dict[str, float], n: int = 20, key: bool = True) -> lis
                     "kl": more,
                     "kl_median": more / 2,
                     "decode": 0.75,
+                    "quoted": 0.5 if arm == "exact" else 0.25,
                     "cost": 0.5,
                     "n_new": 100,
                     "new_loss_sum": 100 * (base + 2 * more),
@@ -466,7 +468,18 @@ def test_loss_summary():
     assert s["fill-S19"]["new_over_exact"]["value"] == pytest.approx(2 * 0.02) and s["fill-S19"]["new_over_exact"]["n_tokens"] == 2000
     assert (s["fill-S19"]["kl"]["value"], s["fill-S19"]["kl_median"]["value"]) == (pytest.approx(0.02), pytest.approx(0.01))
     assert (s["fill-S19"]["decode"]["value"], s["fill-S19"]["cost"]) == (0.75, 0.5)
+    assert (s["exact"]["quoted"]["value"], s["fill-S19"]["quoted"]["value"]) == (0.5, 0.25)
     assert report.summarise_loss(loss_records({"exact": 0, "fill-S19": 0.1}, key=False))["fill-S19"]["key_over_exact"] is None
+
+
+@pytest.mark.parametrize("n_with, found", [(5, 30 * 0.1 / 3), (1, None), (0, None)])
+def test_documents_without_key_tokens_say_nothing_of_them(n_with, found):
+    records = loss_records({"exact": 0, "fill-S19": 0.1})
+    for r in records:
+        if int(r["document"][1:]) >= n_with:
+            r |= {"n_key": 0, "key_loss_sum": 0.0}
+    key = report.summarise_loss(records)["fill-S19"]["key_over_exact"]
+    assert key == found if found is None else (key["value"], key["n"], key["n_tokens"]) == (pytest.approx(found), n_with, 3 * n_with)
 
 
 @pytest.mark.parametrize(
@@ -644,3 +657,14 @@ def test_asking_records_what_was_filled(engine):
             assert r["n_fact_filled"] == n_fact
         if arm == "identity-S2+digits":
             assert r["n_chosen"] >= 7 and r["n_value_filled"] == 0
+
+
+def test_median_ratio_is_of_pairs_and_heeds_no_outlier():
+    first = np.array([2.0, 4.0, 6.0, 8.0, 1000.0])
+    half = stats.median_ratio(first / 2, first)
+    assert (half.value, half.low, half.high, half.n) == (0.5, 0.5, 0.5, 5)  # drawn in pairs, every resample gives the same
+    other = stats.median_ratio([1.0, 9.0, 2.0, 3.0, 4.0], first)
+    assert other.value == 3 / 6 and other.low < 0.5 < other.high
+    for bad in (([1.0], [2.0]), ([1.0, 2.0], [1.0]), ([1.0, math.nan], [1.0, 2.0])):
+        with pytest.raises(EvaluationError):
+            stats.median_ratio(*bad)

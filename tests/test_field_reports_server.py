@@ -29,14 +29,19 @@ from llama_server import BINARY, ServerError
     12, "server-ridge.cpp", "status = llama_ridge_prefill_step(j.prefill);", "while ((status = llama_ridge_prefill_step(j.prefill)) == LLAMA_RIDGE_OK) {}"
 )
 def test_field_report_12_a_neighbours_longest_gap_is_shorter_with_a_fill(model, maps):
-    """An exact prompt takes a batch at a time, a fill a ubatch: here a quarter, so that the noise of a machine does not matter."""
+    """An exact prompt takes a batch at a time, a fill a ubatch: here a quarter, so that the noise of a machine does not matter.
+
+    Of the whole fill, a neighbour waits for a step at a time.
+    """
     text = server_util._text()
     settings = bench_serve.Settings(tokens=1500, batch=BATCH, ubatch=BATCH // 4, threads=1)
     with Server(model, "-ub", settings.ubatch, "--cache-ram", 0, maps=maps, np=3, ctx=settings.slot_ctx) as s:
         bench = bench_serve.Bench(s, 2, settings, [text[i : i + 400] for i in range(0, 12000, 400)])
         for i in range(2):
-            longest = {t["arm"]: max(max(g) for g in t["gaps_ms"]) for t in bench.pair(i)}
+            trials = {t["arm"]: t for t in bench.pair(i)}
+            longest = {arm: max(max(g) for g in t["gaps_ms"]) for arm, t in trials.items()}
             assert longest["fill"] < longest["off"], longest
+            assert longest["fill"] < 0.75 * trials["fill"]["ttft_ms"], (longest, trials["fill"]["ttft_ms"])
 
 
 @pytest.mark.field_report(13, "server-context.cpp", "ridge.stop(slot.id);")
@@ -70,7 +75,7 @@ def all_at_once(server, prompts, mode: str) -> list[dict | str]:
 
 
 @pytest.mark.field_report(
-    15, "server-ridge.cpp", "end_slot(id_slot, j, llama_ridge_last_error());\n        return true;", "run_exactly(id_slot, j, status);\n        return false;"
+    15, "server-ridge.cpp", "end_slot(id_slot, j, llama_ridge_last_error());\n        return;", "run_exactly(id_slot, j, status);\n        return;"
 )
 def test_field_report_15_of_four_prompts_too_many_only_the_loser_gets_an_error(model, maps):
     """One cache for all, with room for three of them."""
@@ -83,7 +88,6 @@ def test_field_report_15_of_four_prompts_too_many_only_the_loser_gets_an_error(m
             assert all(ridge_of(a)["filled"] > 0 for a in answers if isinstance(a, dict))
 
 
-@pytest.mark.field_report(16, "llama-ridge-prefill.cpp", "pf.ctx->get_memory()->seq_rm(pf.seq_id, pf.pos0 + i, pf.pos0 + i + n);")
 def test_field_report_16_a_cache_that_fills_up_under_a_prompt_leaves_no_half_filled_row(model, maps):
     """A neighbour takes the last cells while the prompt is in its first sweep: whatever both get, later answers are a fresh server's."""
     with Server(model, "--kv-unified", "--no-cache-idle-slots", "--cache-ram", 0, "-c", 1024, "-ub", 32, maps=maps, np=2) as s:
@@ -142,7 +146,7 @@ def test_field_report_9_a_chat_of_64_messages_takes_the_steps_of_one_message(pic
         assert rows > 30000 and n_lower == -(-(rows - TAIL) // 512) and abs(n_steps / rows / (n_steps_1 / rows_1) - 1) < 0.1
 
         rows, seconds = {}, {64: [], 1: []}
-        for _ in range(3):
+        for _ in range(12):  # the least of so many: other work on the machine only adds
             for n, words in ((64, 18), (1, 1279)):
                 body = {"messages": chat(n, words), "max_tokens": 1, "cache_prompt": False, "ridge": {"mode": "fill"}}
                 start = cpu_seconds(s.process.pid)
@@ -172,7 +176,7 @@ def test_field_report_11_prompts_with_an_image_run_exactly(model, maps, prompt, 
             assert ridge_of(s.completion(prompt, "fill", cache_prompt=False))["filled"] > 0
 
 
-@pytest.mark.field_report(11, "llama-ridge.cpp", "if (!arch_has_hook(model->arch)) {", "if (false) {")
+@pytest.mark.field_report(11, "llama-ridge.cpp", "static thread_local std::string reason;", "return nullptr;\n    static std::string reason;")
 def test_field_report_11_prompts_of_a_model_with_mrope_run_exactly(patched_lib, maps, tmp_path):
     """Positions in more than one dimension: one line says why, and answers are those of a server without maps."""
     mrope = pico_vision.write_mrope_model(tmp_path / "qwen2vl.gguf")
@@ -244,7 +248,7 @@ def test_field_report_28_every_endpoint_is_filled_and_counted(infill_server, pat
 #
 
 
-@pytest.mark.field_report(32, "common-ridge-args.cpp", "params.ridge.n_tail = parse_rows(value);")
+@pytest.mark.field_report(32, "common-ridge-args.cpp", '{"--ridge-step-rows"}', '{"--ridge-untested"}')
 def test_field_report_32_every_flag_has_a_test_that_moves_a_counter(patched_lib):
     """Of those that --help shows; a new flag needs a case there."""
     elsewhere = {

@@ -66,7 +66,7 @@ def test_cancel_keeps_the_rows_before_the_prompt(model):
 
 
 @pytest.mark.parametrize("unified", [True, False])
-@pytest.mark.field_report(15, "llama-ridge-prefill.cpp", "llama_ridge_prefill_cancel(&pf);")
+@pytest.mark.field_report(15, "llama-ridge-prefill.cpp", "remove_rows(*pf);")
 def test_a_full_cache_costs_only_the_prompt_that_does_not_fit(model, unified):
     """Four prompts at once: the ones that find no cells fail by name and leave none behind, the others finish."""
     size = 512 if unified else 1024
@@ -87,6 +87,7 @@ def test_a_full_cache_costs_only_the_prompt_that_does_not_fit(model, unified):
                         running.pop(s).close()
                 except RidgeError as e:
                     lost[s] = str(e)
+                    assert ctx.seq_pos_max(s) == -1  # at once, not when it is closed
                     running.pop(s).close()
         assert len(lost) == 1 and "free cells in the KV cache for the rest of the prompt, found" in next(iter(lost.values()))
         for s in range(4):

@@ -192,7 +192,6 @@ def cancel_in(server, prompt, where: str) -> None:
 
 
 @pytest.mark.parametrize("where", WHERE)
-@pytest.mark.field_report(13, "llama-ridge-prefill.cpp", "pf.ctx->get_memory()->seq_rm(pf.seq_id, pf.pos0 + i, pf.pos0 + i + n);")
 def test_after_a_cancellation_the_next_answer_is_a_fresh_servers(model, maps, long_prompt, cold_answers, where):
     with Server(model, *CANCEL_FLAGS, maps=maps) as s:
         for mode in ("fill", "off"):

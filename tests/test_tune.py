@@ -104,7 +104,7 @@ class Oracle:
     loss: dict = dataclasses.field(default_factory=lambda: {"kv": 0.01, "kv_prev": 0.02})
     asked: int = 0
 
-    def splice(self, splicer, item, layers):
+    def splice(self, splicer, item, judge, maps, layers):
         self.asked += 1
         whole = [{"splice": s, "layer": -1, "log_prob": p, "hit": s == "exact"} for s, p in (("exact", -0.1), ("filled", -5.0))]
         return whole + [{"splice": "filled keys", "layer": il, "log_prob": -4.0, "hit": il != CRITICAL} for il in layers]
@@ -116,7 +116,7 @@ class Oracle:
     def score_window(self, engine, arms, window, n_tail):
         self.asked += 1
         more = {arm.name: self.loss.get(arm.kind, 0.0) * (64 / n_tail) for arm in arms}
-        common = {"document": window.document, "top1": 1.0, "kl": 0.0, "kl_median": 0.0, "decode": None, "cost": 1.0, "n_new": 0, "n_key": 1}
+        common = {"document": window.document, "top1": 1.0, "kl": 0.0, "kl_median": 0.0, "decode": None, "quoted": None, "cost": 1.0, "n_new": 0, "n_key": 1}
         return [common | {"arm": name, "loss": 2.0 + x, "key_loss_sum": x} for name, x in more.items()]
 
 
@@ -126,7 +126,7 @@ def oracle(monkeypatch):
     monkeypatch.setattr(tune, "splice", o.splice)
     monkeypatch.setattr(tune.facts, "ask", o.ask)
     monkeypatch.setattr(tune.loss, "score_window", o.score_window)
-    monkeypatch.setattr(Tuner, "_facts", lambda self, documents, kind, n: [SimpleNamespace(seed=i) for i in range(n)])
+    monkeypatch.setattr(Tuner, "_facts", lambda self, documents, kind, n: [SimpleNamespace(seed=i, fact=None) for i in range(n)])
     monkeypatch.setattr(Tuner, "_windows", lambda self, documents: [SimpleNamespace(document=f"d{i}") for i in range(3)])
     return o
 

@@ -214,19 +214,26 @@ class Attention(Projections):
         """K [n, n_head_kv, head] as a cache holds it, of normed rows [n, width] at positions 0..n-1."""
         return self.rotation(k.reshape(len(k), -1, self._head_k), np.arange(len(k)))
 
-    def output(self, il: int, q: np.ndarray, positions: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-        """What attention adds to the residual stream, [n, d] without a bias, for queries at `positions`.
+    def weights(self, q: np.ndarray, positions: np.ndarray, k: np.ndarray) -> np.ndarray:
+        """Attention [n_head_kv, heads of Q for each, n, m] of queries [n, n_head, head] at `positions` to keys [m, n_head_kv, head].
 
-        q [n, n_head, head] of queries(), k [m, n_head_kv, head] of keys(), v [m, width]. Row m is seen from position m on.
+        q of queries(), k of keys() or of a cache. Row m is seen from position m on.
         """
         n, n_head, _ = q.shape
         n_kv = k.shape[1]
-        v = v.reshape(len(v), n_kv, -1)
         q = q.reshape(n, n_kv, n_head // n_kv, self._head_k)  # consecutive queries share a head of K
         logits = np.einsum("nghd,mgd->ghnm", q, k, optimize=True) / np.float32(np.sqrt(self._head_k))
         logits[..., np.arange(len(k))[None, :] > positions[:, None]] = -np.inf
         logits -= logits.max(-1, keepdims=True)
         weight = np.exp(logits, out=logits)
         weight /= weight.sum(-1, keepdims=True)
-        mixed = np.einsum("ghnm,mgd->nghd", weight, v, optimize=True).reshape(n, -1)
+        return weight
+
+    def output(self, il: int, q: np.ndarray, positions: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        """What attention adds to the residual stream, [n, d] without a bias, for queries at `positions`.
+
+        q, k of queries() and keys(), v [m, width]; see weights().
+        """
+        v = v.reshape(len(v), k.shape[1], -1)
+        mixed = np.einsum("ghnm,mgd->nghd", self.weights(q, positions, k), v, optimize=True).reshape(len(q), -1)
         return mixed @ self._tensors(il)["o"].T

@@ -468,6 +468,22 @@ class Context(_Owner):
         if status < 0:
             raise native.last_error("the cache rows could not be copied", status)
 
+    def state(self, seq: int) -> bytes:
+        """The cells of a sequence, as upstream saves them."""
+        low = native._llama
+        size = low.llama_state_seq_get_size(self.ptr, seq)
+        out = (ct.c_uint8 * size)()
+        got = low.llama_state_seq_get_data(self.ptr, out, size, seq)
+        if got != size or not size:
+            raise RidgeError(f"the state of sequence {seq}: expected {size} bytes, found {got}")
+        return bytes(out)
+
+    def set_state(self, seq: int, state: bytes) -> None:
+        """Put cells that state() gave, of any sequence, in place of those of `seq`. Raises RidgeError when that fails."""
+        data = (ct.c_uint8 * len(state)).from_buffer_copy(state)
+        if not native._llama.llama_state_seq_set_data(self.ptr, data, len(state), seq):
+            raise RidgeError(f"a state of {len(state)} bytes could not be put into sequence {seq}")
+
     def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> bool:
         """Remove positions [p0, p1) of a sequence; -1 leaves that end open."""
         return bool(native._llama.llama_memory_seq_rm(self._mem, seq, p0, p1))

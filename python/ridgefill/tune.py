@@ -239,11 +239,11 @@ class Tuner:
         items = self._facts(documents, "digits", c.splice_probes)
         with (
             lib.Maps(self.model, self._path(name, base, "kv")) as maps,
-            Splicer(self.model, maps, c.probe_rows + facts.N_ANSWER, c.calibration.threads, self._sink) as splicer,
+            Splicer(self.model, c.probe_rows + facts.N_ANSWER, c.calibration.threads, self._sink) as splicer,
         ):
             journal = self._journal(f"splices{base}", maps=maps.hash)
             layers = range(base + 1, self.model.n_layer)
-            records = self._each(f"splices above {base}", items, journal, lambda item: splice(splicer, item, layers))
+            records = self._each(f"splices above {base}", items, journal, lambda item: splice(splicer, item, item.fact, maps, layers))
         if not records:
             raise RidgefillError(
                 f"recall: the exact model gives none of {len(items)} planted facts, so no split can be told from another; "

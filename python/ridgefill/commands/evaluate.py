@@ -22,15 +22,15 @@ def evaluate(
     out: Annotated[Path, typer.Option(help="folder in which the result gets a folder of its own, named after its settings")],
     maps: Annotated[list[str] | None, typer.Option(help="sidecar; may be given several times, once for each split and kind")] = None,
     unseen: Annotated[bool, typer.Option("--unseen", help="no map was fitted on any of this text: use all of it")] = False,
-    sets: Annotated[str, typer.Option(help="what to measure: loss; tasks single, passwords, multikey, multivalue, multiquery, variables, common, frequent")] = SETS,
+    sets: Annotated[str, typer.Option(help="what to measure: loss; splices; tasks single, passwords, multikey, multivalue, multiquery, variables, common, frequent")] = SETS,
     arms: Annotated[str, typer.Option(help="MODE[-SPLIT[:KIND]][+ROWS[=SHARE]],... [default: all that the maps allow]")] = "",
-    share: Annotated[float, typer.Option(min=0, max=0.99, help="share of the filled rows that is exact in the arms with random rows and with a longer tail, 0: no such arms")] = 0.1,
+    share: Annotated[float, typer.Option(min=0, max=0.99, help="share of the filled rows that is exact in the arms with random rows, with rows chosen by attention and with a longer tail, 0: no such arms")] = 0.1,
     documents: Annotated[int, typer.Option(min=2, help="documents of the loss")] = 20,
     prefix: Annotated[int, typer.Option(help="loss: rows in front of the scored tokens")] = 2048,
     tail: Annotated[int, typer.Option(help="loss: last rows of these, which are exact")] = 256,
     scored: Annotated[int, typer.Option(help="loss: tokens scored in each document")] = 256,
     decode: Annotated[int, typer.Option(min=0, help="loss: tokens decoded greedily behind each prefix")] = 32,
-    items: Annotated[int, typer.Option(min=2, help="prompts of each task")] = 48,
+    items: Annotated[int, typer.Option(min=2, help="prompts of each task, and of the splices")] = 48,
     rows: Annotated[int, typer.Option(help="tasks: length of a prompt")] = 1024,
     item_tail: Annotated[int, typer.Option(help="tasks: last rows of a prompt, which are exact and hold the question")] = 128,
     plain: Annotated[bool, typer.Option("--plain", help="tasks: prompts without the model's chat template")] = False,
@@ -77,13 +77,13 @@ def _documents(text: list[str], unseen: bool) -> list:
 
 
 def _print(result: dict, path: Path, json_output: bool) -> None:
-    from ..evaluation import report
+    from ..evaluation import report, splices
 
     if json_output:
         found = {what: {k: v for k, v in result[what].items() if k != "items"} for what in result["sets"]}
         print(json.dumps({"folder": str(path), **found}, indent=1))
         return
     for what in result["sets"]:
-        table = report.loss_table if what == "loss" else report.facts_table
+        table = {"loss": report.loss_table, splices.NAME: splices.table}.get(what, report.facts_table)
         stdout.print(table(result[what]["summary"], what))
     say(f"written: {path / 'report.html'}")

@@ -11,11 +11,13 @@ import numpy as np
 
 from .. import lib, sidecar
 from ..cost import Cost
+from .attended import AttendedRows
 from .errors import EvaluationError
 from .texts import rng
 
-MODES = ("exact", "noise", "cut", "nofill", "identity", "fill")
-ROWS = ("none", "digits", "random", "tail", "equal")
+SPLIT_MODES = ("nofill", "identity", "fill")
+MODES = ("exact", "noise", "cut", "pop", *SPLIT_MODES)
+ROWS = ("none", "digits", "random", "attention", "tail", "equal")
 NOISE_UBATCH = 96  # rows that the arm `noise` runs together; the other arms run lib.Context's own number
 FORM = "MODE[-SPLIT[:KIND]][+ROWS[=BUDGET]]"
 
@@ -27,15 +29,17 @@ class Arm:
     mode    exact: upstream's decode of every row
             noise: the same, NOISE_UBATCH rows at a time: what differs from exact is the noise floor
             cut: the context is its last T rows and nothing else
+            pop: POP's recipe: identity above the first two thirds of the layers, every row filled but the last
             nofill, identity, fill: a ridge prefill in that mode
-    split   S, for the ridge modes
+    split   S, for the last three
     rows    which rows besides sink and tail are exact:
             none, or those of the selector `digits`
             random: as many random ones as `budget` says, or as `digits` selects in the same prompt
+            attention: as many as `budget` says, those that the prompt's last rows attend to most (AttendedRows)
             tail: as many as `budget` says, all in front of the tail, which they make longer
             equal: the same, for nofill: as many as make it cost what the fill of these maps costs
     kind    of the maps, for fill and equal; "" is the only kind there is of that split
-    budget  share of the filled region, for random and tail
+    budget  share of the filled region, for random, attention and tail
     """
 
     mode: str
@@ -49,18 +53,20 @@ class Arm:
             raise EvaluationError(f"mode of an arm: expected one of {', '.join(MODES)}, found {self.mode!r}")
         if self.rows not in ROWS:
             raise EvaluationError(f"rows of an arm: expected one of {', '.join(ROWS)}, found {self.rows!r}")
-        if self.is_ridge != (self.split > 0):
-            raise EvaluationError(f"arm {self.mode}: expected a split layer for the ridge modes only, found {self.split}")
+        has_split = self.mode in SPLIT_MODES
+        if has_split != (self.split > 0):
+            raise EvaluationError(f"arm {self.mode}: expected a split layer for the ridge modes {', '.join(SPLIT_MODES)} only, found {self.split}")
         if self.kind and not self.needs_maps:
             raise EvaluationError(f"arm {self.mode}: expected a kind of maps for mode fill only, found {self.kind!r}")
-        if self.rows != "none" and not self.is_ridge or self.rows == "equal" and self.mode != "nofill":
-            raise EvaluationError(f"arm {self.mode}: expected exact rows for the ridge modes, equal for nofill, found {self.rows}")
-        if not (0 < self.budget < 1 if self.rows == "tail" or self.budget and self.rows == "random" else self.budget == 0):
-            raise EvaluationError(f"arm {self.mode}+{self.rows}: expected a share of rows for random and tail, found {self.budget:g}")
+        if self.rows != "none" and not has_split or self.rows == "equal" and self.mode != "nofill":
+            raise EvaluationError(f"arm {self.mode}: expected exact rows for {', '.join(SPLIT_MODES)}, equal for nofill, found {self.rows}")
+        if not (0 < self.budget < 1 if self.rows in ("attention", "tail") or self.budget and self.rows == "random" else self.budget == 0):
+            raise EvaluationError(f"arm {self.mode}+{self.rows}: expected a share of rows for random, attention and tail, found {self.budget:g}")
 
     @property
     def is_ridge(self) -> bool:
-        return self.mode in ("nofill", "identity", "fill")
+        """Whether some of its rows are filled."""
+        return self.mode == "pop" or self.mode in SPLIT_MODES
 
     @property
     def needs_maps(self) -> bool:
@@ -69,7 +75,7 @@ class Arm:
     @property
     def name(self) -> str:
         """fill-S15:kv+random=0.1: mode, split layer, kind of maps, exact rows, their share."""
-        split, kind = f"-S{self.split}" if self.is_ridge else "", f":{self.kind}" if self.kind else ""
+        split, kind = f"-S{self.split}" if self.split else "", f":{self.kind}" if self.kind else ""
         rows = f"+{self.rows}" if self.rows != "none" else ""
         return self.mode + split + kind + rows + (f"={self.budget:g}" if self.budget else "")
 
@@ -137,6 +143,10 @@ class Engine:
         self.close()
 
     @cached_property
+    def _attended(self) -> AttendedRows:
+        return AttendedRows(self.model)
+
+    @cached_property
     def _cost(self) -> Cost:
         return Cost(self.model.path, self.model.n_layer)
 
@@ -157,11 +167,14 @@ class Engine:
         if not arm.is_ridge:
             return list(prompt), 0, Filled(n, none, (), 1.0)
         chosen = self.choose(arm, prompt, n_tail, seed)
+        n_sink = self.n_sink
+        if arm.mode == "pop":
+            arm, n_tail, n_sink = Arm("identity", self.model.n_layer - self.model.n_layer // 3), 1, 0
         p = self.ctx.prefill(
-            prompt, mode=arm.mode, split=arm.split, n_tail=n_tail, n_sink=self.n_sink, exact_rows=chosen,
+            prompt, mode=arm.mode, split=arm.split, n_tail=n_tail, n_sink=n_sink, exact_rows=chosen,
             maps=self._maps(arm) if arm.mode == "fill" else None,
         ).run()  # fmt: skip
-        kept = self._kept(n, n_tail, chosen)
+        kept = self._kept(n, n_tail, n_sink, chosen)
         if not np.array_equal(p.filled, np.flatnonzero(~kept)):
             raise EvaluationError(f"{arm.name}: expected {n - kept.sum()} filled rows, found {len(p.filled)} or others")
         cost = self._cost_of(arm, kept) / self._cost.exact(n)
@@ -176,6 +189,9 @@ class Engine:
             n = round(arm.budget * (end - begin)) if arm.rows == "tail" else self._equal(arm, len(prompt), n_tail)
             return list(range(end - n, end))
         budget = max(1, round(arm.budget * (end - begin))) if arm.budget else 0
+        if arm.rows == "attention":
+            deepest = max((split for split, _ in self.maps), default=0)
+            return self._attended.select(self._main, prompt, begin, end, budget, arm.split, deepest)
         if not budget:
             digits = lib.select_rows("digits", self.model, prompt, begin, end)
             if arm.rows == "digits" or not digits:
@@ -185,19 +201,23 @@ class Engine:
         return lib.select_rows("random", self.model, prompt, begin, end, budget=budget, seed=drawn)
 
     def require(self, arms: Sequence[Arm]) -> None:
-        """Raises EvaluationError for an arm whose maps are not here, or whose split layer the model does not have."""
+        """Raises EvaluationError for an arm whose maps are not here, or whose split layer the model does not have, RidgefillError
+        for rows chosen by attention where that cannot be computed.
+        """
         for arm in arms:
             if arm.needs_maps:
                 self._maps(arm)
-            if arm.is_ridge and not 0 < arm.split < self.model.n_layer:
+            if arm.rows == "attention":
+                self._attended.check(arm.split)
+            if arm.split and not 0 < arm.split < self.model.n_layer:
                 raise EvaluationError(
                     f"{arm.name}: expected a split layer from 1 to {self.model.n_layer - 1}, found {arm.split}"
                 )
 
-    def _kept(self, n: int, n_tail: int, chosen: Sequence[int] = ()) -> np.ndarray:
+    def _kept(self, n: int, n_tail: int, n_sink: int, chosen: Sequence[int] = ()) -> np.ndarray:
         """bool [n], the rows of a prompt that run every layer."""
         kept = np.zeros(n, bool)
-        kept[: self.n_sink], kept[max(0, n - n_tail) :], kept[list(chosen)] = True, True, True
+        kept[:n_sink], kept[max(0, n - n_tail) :], kept[list(chosen)] = True, True, True
         return kept
 
     def _cost_of(self, arm: Arm, kept: np.ndarray) -> float:
@@ -213,9 +233,9 @@ class Engine:
 
     def _equal(self, arm: Arm, n: int, n_tail: int) -> int:
         """Least number of rows by which the tail of a nofill is longer that costs no less than the fill it is compared with."""
-        fill = self._cost_of(dataclasses.replace(arm, mode="fill", rows="none"), self._kept(n, n_tail))
+        fill = self._cost_of(dataclasses.replace(arm, mode="fill", rows="none"), self._kept(n, n_tail, self.n_sink))
         longer = range(n - n_tail - self.n_sink)
-        return bisect_left(longer, fill, key=lambda k: self._cost_of(arm, self._kept(n, n_tail + k)))
+        return bisect_left(longer, fill, key=lambda k: self._cost_of(arm, self._kept(n, n_tail + k, self.n_sink)))
 
     def _maps(self, arm: Arm) -> lib.Maps:
         found = [m for (split, kind), m in self.maps.items() if split == arm.split and arm.kind in ("", kind)]

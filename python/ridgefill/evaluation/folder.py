@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 from pathlib import Path
 
 from .. import __version__
 from ..errors import OutputExists
+from ..machine import machine
 from ..native import load
-from . import page
+from . import page, splices
 from .journal import Journal
 
 RESULT, REPORT = "result.json", "report.html"
@@ -44,11 +44,12 @@ class Folder:
 
     def finish(self, found: dict) -> dict:
         """Write report, tables and result of Study.run(), the result last; returns it."""
-        machine = {"system": f"{platform.system()} {platform.machine()}", "cores": os.cpu_count(), "library": load().llama_print_system_info().decode().strip()}
-        result = {"tool": f"ridgefill {__version__}", "machine": machine} | self.about | found
+        made_on = machine() | {"library": load().llama_print_system_info().decode().strip()}
+        result = {"tool": f"ridgefill {__version__}", "machine": made_on} | self.about | found
         (self.path / REPORT).write_text(page.render(result))
-        retrieval = [{"set": what, **r} for what in self.about["sets"] if what != "loss" for r in found[what]["items"]]
-        for name, records in (("loss.csv", found.get("loss", {}).get("items")), ("retrieval.csv", retrieval)):
+        alone = {what: found.get(what, {}).get("items") for what in ("loss", splices.NAME)}
+        retrieval = [{"set": what, **r} for what in self.about["sets"] if what not in alone for r in found[what]["items"]]
+        for name, records in (*((f"{what}.csv", records) for what, records in alone.items()), ("retrieval.csv", retrieval)):
             if records:
                 page.write_csv(self.path / name, records)
         part = self.path / f"{RESULT}.part"

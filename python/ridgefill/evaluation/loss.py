@@ -21,34 +21,27 @@ KL_EDGES = np.logspace(-8, 2, 41)  # of the histograms of KL, nats; what lies ou
 class Reading:
     """What an arm predicts.
 
-    logits     [n_scored, n_vocab], float32, that predict the window's scored tokens
-    continued  [n_decode, n_vocab], that predict the tokens of a continuation of the prompt; none without one
-    filled     what the prefill did
+    logits  [n_scored, n_vocab], float32, that predict the window's scored tokens
+    greedy  [n_decode] tokens that continue the prompt, each the likeliest
+    filled  what the prefill did
     """
 
     logits: np.ndarray
-    continued: np.ndarray
+    greedy: list[int]
     filled: Filled
 
 
-def read(
-    engine: Engine, arm: Arm, window: Window, n_tail: int, seed: int = 0, continuation: Sequence[int] = ()
-) -> Reading:
-    """Put the prefix into the cache as the arm says and decode the scored tokens exactly over it; then, in their place, the
-    continuation.
+def read(engine: Engine, arm: Arm, window: Window, n_tail: int, seed: int = 0, n_decode: int = 0) -> Reading:
+    """Put the prefix into the cache as the arm says and decode the scored tokens exactly over it; then, in their place, n_decode
+    tokens greedily.
     """
     prompt, scored = window.tokens[: window.n_prefix], window.tokens[window.n_prefix :]
     rest, pos0, filled = engine.begin(arm, prompt, n_tail, seed)
     tokens = rest + list(scored[:-1])
     # the prompt's last row predicts the first scored token
     logits = engine.ctx.decode(tokens, pos0=pos0, logits=range(len(rest) - 1, len(tokens)))
-    end = pos0 + len(rest)
-    engine.ctx.seq_rm(0, end)
-    continued = logits[: bool(continuation)]
-    if len(continuation) > 1:
-        more = engine.ctx.decode(continuation[:-1], pos0=end, logits="all")
-        continued = np.concatenate([continued, more])
-    return Reading(logits, continued, filled)
+    engine.ctx.seq_rm(0, pos0 + len(rest))
+    return Reading(logits, lib.greedy(engine.ctx, logits[0], n_decode, stop_at_eog=False), filled)
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -70,20 +63,19 @@ def score_window(
     if exact not in arms:
         raise EvaluationError("expected the arm exact among the arms, found none: the others are compared with it")
     seed = int(rng(seed, "rows", window.document).integers(2**31))  # of random rows: others in each window
-    readings = {exact: read(engine, exact, window, n_tail)}
-    # the cache holds the prompt alone
-    greedy = lib.greedy(engine.ctx, readings[exact].logits[0], n_decode, stop_at_eog=False) if n_decode else []
-    reference = log_softmax(readings[exact].logits)
+    first = read(engine, exact, window, n_tail, n_decode=n_decode)
+    reference = log_softmax(first.logits)
     target = np.array(window.tokens[window.n_prefix :])
     nll, kl, records = {}, {}, []
     for arm in arms:
-        r = readings.get(arm) or read(engine, arm, window, n_tail, seed, greedy)
+        r = first if arm == exact else read(engine, arm, window, n_tail, seed, n_decode)
         lp = log_softmax(r.logits)
         nll[arm] = -lp[np.arange(len(target)), target]
         kl[arm] = (np.exp(reference) * (reference - lp)).sum(axis=1, dtype=np.float64)
         records.append({
             "top1": float((lp.argmax(axis=1) == reference.argmax(axis=1)).mean()),
-            "decode": None if not greedy else 1.0 if arm == exact else agreement(r.continued.argmax(axis=1), greedy),
+            "decode": agreement(r.greedy, first.greedy) if n_decode else None,
+            "quoted": quoted(r.greedy, window.tokens[: window.n_prefix - n_tail]),
             "n_filled": len(r.filled.filled), "n_chosen": len(r.filled.chosen), "cost": r.filled.cost,
         })  # fmt: skip
     key = key_tokens(nll[exact], nll[Arm("cut")]) if Arm("cut") in nll else None
@@ -91,10 +83,21 @@ def score_window(
     return [record(arm, window, nll[arm], kl[arm], new, key) | more for arm, more in zip(arms, records, strict=True)]
 
 
-def agreement(found: np.ndarray, expected: Sequence[int]) -> float:
+def agreement(found: Sequence[int], expected: Sequence[int]) -> float:
     """Share of `expected` in front of the first token that is another: what a greedy answer has in common with it."""
-    differs = np.flatnonzero(found != np.asarray(expected))
+    differs = np.flatnonzero(np.asarray(found) != np.asarray(expected))
     return float(differs[0] / len(expected)) if len(differs) else 1.0
+
+
+def runs(tokens: Sequence[int], n: int) -> list[tuple[int, ...]]:
+    """Every n tokens in a row."""
+    return [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+
+
+def quoted(found: Sequence[int], source: Sequence[int], n: int = N_GRAM) -> float | None:
+    """Share of the n tokens in a row of `found` that stand in `source` too; None for fewer than n tokens."""
+    held, mine = set(runs(source, n)), runs(found, n)
+    return sum(run in held for run in mine) / len(mine) if mine else None
 
 
 def key_tokens(exact: np.ndarray, cut: np.ndarray) -> np.ndarray:
@@ -105,7 +108,7 @@ def key_tokens(exact: np.ndarray, cut: np.ndarray) -> np.ndarray:
 def new_tokens(window: Window, n: int = N_GRAM) -> np.ndarray:
     """bool [n_scored]: tokens that stand in no n tokens in a row which the prompt holds too."""
     tokens, n_prefix = window.tokens, window.n_prefix
-    held = {tokens[i : i + n] for i in range(n_prefix - n + 1)}
+    held = set(runs(tokens[:n_prefix], n))
     copied = np.zeros(len(tokens), bool)
     for i in range(max(0, n_prefix - n + 1), len(tokens) - n + 1):
         if tokens[i : i + n] in held:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jinja2
 
-from . import plots, study
+from . import plots, splices, study
 
 TEMPLATE = Path(__file__).with_name("page.html.j2")
 NOT_IN_CSV = ("kl_counts",)
@@ -28,7 +28,7 @@ LOSS = (
     Column("cost", "cost", ".3f"), Column("loss", "loss", ".3f"), Column("over exact", "over_exact", "+.4f"),
     Column("new tokens", "new_over_exact", "+.4f"), Column("key tokens", "key_over_exact", "+.3f"),
     Column("same top token", "top1", ".4f"), Column("mean KL", "kl", ".3g"), Column("median KL", "kl_median", ".3g"),
-    Column("same greedy text", "decode", ".3f"), Column("p", "p_holm", ".2g"), Column("verdict", "verdict"),
+    Column("same greedy text", "decode", ".3f"), Column("quoted", "quoted", ".3f"), Column("p", "p_holm", ".2g"), Column("verdict", "verdict"),
 )  # fmt: skip
 RECALL = (
     Column("cost", "cost", ".3f"), Column("filled rows", "filled_rows", ",.0f"), Column("chosen rows", "chosen_rows_median", ",.0f"),
@@ -42,6 +42,10 @@ LOSS_PAIRS = (
 RECALL_PAIRS = (
     Column("arm", "a"), Column("against", "b"), Column("recalled over it", "share", "+.3f"), Column("alone right", "only_a", "d"),
     Column("the other alone right", "only_b", "d"), Column("p", "p_holm", ".2g"),
+)  # fmt: skip
+SPLICES = (
+    Column("splice", "splice"), Column("layer", "layer"), Column("hits", "hits", "d"), Column("recalled", "share", ".3f"),
+    Column("log-probability of the answer, change", "log_prob", "+.3f"), Column("from", "over"),
 )  # fmt: skip
 
 
@@ -61,12 +65,13 @@ def written(value, form: str) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """path is where in the result the entries stand, rows are (key there, name to show)."""
+    """path is where in the result the entries stand, rows are (key there, name to show); `title` stands above."""
 
     path: tuple[str, ...]
     columns: Sequence[Column]
     entries: dict | list
     named: bool
+    title: str = ""
 
     @property
     def head(self) -> list[str]:
@@ -83,21 +88,32 @@ class Table:
             yield cells
 
 
+def tables(result: dict, what: str) -> list[Table]:
+    """The tables of one set."""
+    found = result[what]
+    if what == splices.NAME:
+        return [Table((what, "summary", m, "rows"), SPLICES, s["rows"], named=False, title=m) for m, s in found["summary"].items()]
+    of_arms, of_pairs = (LOSS, LOSS_PAIRS) if what == "loss" else (RECALL, RECALL_PAIRS)
+    pairs = [Table((what, "pairs"), of_pairs, found["pairs"], named=False)] if found["pairs"] else []
+    return [Table((what, "summary"), of_arms, found["summary"], named=True), *pairs]
+
+
+def _figures(result: dict, what: str) -> list:
+    """The plots of one set, None for one that its items do not allow."""
+    summary = result[what]["summary"]
+    if what == splices.NAME:
+        return [plots.splices_by_layer(s["rows"], m) for m, s in summary.items()]
+    if what == "loss":
+        return [plots.loss_by_cost(summary, result["settings"]["loss_margin"]), plots.kl_histograms(result[what]["items"])]
+    return [plots.recall_by_cost(summary, what), plots.recall_by_depth(summary, what)]
+
+
 def render(result: dict) -> str:
     """The HTML of a study's result (study.Study.run(), with what the command adds)."""
-    sections = []
-    for what in result["sets"]:
-        found, is_loss = result[what], what == "loss"
-        summary, settings = found["summary"], result["settings"]
-        figures = (
-            [plots.loss_by_cost(summary, settings["loss_margin"]), plots.kl_histograms(found["items"])]
-            if is_loss
-            else [plots.recall_by_cost(summary, what), plots.recall_by_depth(summary, what)]
-        )
-        tables = [Table((what, "summary"), LOSS if is_loss else RECALL, summary, named=True)]
-        if found["pairs"]:
-            tables.append(Table((what, "pairs"), LOSS_PAIRS if is_loss else RECALL_PAIRS, found["pairs"], named=False))
-        sections.append({"name": what, "about": study.about(what), "tables": tables, "figures": _pictures(figures)})
+    sections = [
+        {"name": what, "about": study.about(what), "tables": tables(result, what), "figures": _pictures(_figures(result, what))}
+        for what in result["sets"]
+    ]
     env = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     maps = _pictures([plots.layer_scores(result["maps"])])
     return env.from_string(TEMPLATE.read_text()).render(result=result, sections=sections, maps_figures=maps)

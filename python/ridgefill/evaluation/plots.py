@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from . import splices
 from .arms import Arm
 from .errors import EvaluationError
 from .loss import KL_EDGES
@@ -22,11 +23,14 @@ except ImportError:
 
 # by what fills the rows; told apart in greyscale and by people who do not see all colours (Okabe and Ito 2008)
 COLOURS = {
-    "exact": "#000000", "noise": "#888888", "cut": "#999933", "nofill": "#56b4e9", "identity": "#cc79a7",
+    "exact": "#000000", "noise": "#888888", "cut": "#999933", "pop": "#882255", "nofill": "#56b4e9", "identity": "#cc79a7",
     "input": "#d55e00", "input_lr": "#e69f00", "kv": "#0072b2", "kv_prev": "#009e73",
 }  # fmt: skip
-MARKERS = {"none": "o", "digits": "D", "random": "x", "tail": "^", "equal": "s"}
-ROWS = {"none": "", "digits": "digit rows", "random": "random rows", "tail": "longer tail", "equal": "tail at the cost of the fill"}
+SPLICE_COLOURS = {
+    "filled keys": "#d55e00", "exact keys": "#0072b2", "exact values": "#009e73", "exact both": "#000000", "exact key norms": "#e69f00",
+}  # fmt: skip
+MARKERS = {"none": "o", "digits": "D", "random": "x", "attention": "P", "tail": "^", "equal": "s"}
+ROWS = {"none": "", "digits": "digit rows", "random": "random rows", "attention": "rows attended to", "tail": "longer tail", "equal": "tail at the cost of the fill"}
 
 
 def family(arm: Arm) -> str:
@@ -123,6 +127,29 @@ def kl_histograms(items: Sequence[dict]) -> Figure:
         ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=8, frameon=False)
     all_axes[0].set_title("KL(exact || arm) of the scored tokens")
     all_axes[-1].set_xlabel("nats, 4 bins to a factor of ten; smaller values count in the first bin")
+    return figure
+
+
+def splices_by_layer(rows: Sequence[dict], title: str) -> Figure:
+    """Change of the answer's log-probability by layer, as bars with intervals: above what filled keys take from an exact prompt,
+    below what exact rows give back to a filled one.
+    """
+    panels = (["filled keys"], [name for name in splices.ALL if name != "filled keys"])
+    layers, _ = splices.by_layer(rows, "filled keys")
+    figure = Figure(figsize=(max(7.5, 0.55 * len(layers)), 5.6))
+    for ax, names in zip(figure.subplots(2, sharex=True), panels, strict=True):
+        for i, name in enumerate(names):
+            value, low, high = splices.by_layer(rows, name)[1].T
+            at = np.array(layers) + (i - (len(names) - 1) / 2) * 0.8 / len(names)
+            reach = np.maximum([value - low, high - value], 0)
+            ax.bar(at, value, 0.8 / len(names), yerr=reach, color=SPLICE_COLOURS[name], label=name, error_kw={"lw": 0.8, "capsize": 1.5})
+        ax.axhline(0, color="#000000", lw=0.6)
+        ax.set(ylabel="change, nats a token [95 %]")
+        ax.grid(axis="y", alpha=0.25)
+        ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=8, frameon=False)
+    figure.axes[0].set_title(f"{title}: log-probability of the answer, one layer spliced")
+    figure.axes[1].set_xlabel("layer")
+    figure.axes[1].xaxis.get_major_locator().set_params(integer=True)
     return figure
 
 

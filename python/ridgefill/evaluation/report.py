@@ -41,7 +41,8 @@ def by_arm(records: Sequence[dict], item: str) -> dict[str, list[dict]]:
 
 def summarise_loss(records: Sequence[dict]) -> dict:
     """Per arm: mean loss; and of the others, loss over exact (of all, of new and of key tokens), p of the first, top-1 agreement,
-    mean KL, median KL of a document, what greedy decoding has in common with exact's; each with its interval over documents.
+    mean KL, median KL of a document, what greedy decoding has in common with exact's; and of all, how much of the greedy text is
+    quoted from in front of the tail. Each with its interval over documents.
 
     Figures that were not measured are None. Raises EvaluationError when exact was not measured.
     """
@@ -52,7 +53,7 @@ def summarise_loss(records: Sequence[dict]) -> dict:
     out = {}
     for name, rows in arms.items():
         loss = [r["loss"] for r in rows]
-        out[name] = {"loss": stats.mean(loss, f"loss of {name}").as_dict(), "cost": _mean_cost(rows)}
+        out[name] = {"loss": stats.mean(loss, f"loss of {name}").as_dict(), "cost": _mean_cost(rows), "quoted": _measured(rows, "quoted")}
         if name == "exact":
             continue
         exact_loss = [r["loss"] for r in exact]
@@ -62,10 +63,14 @@ def summarise_loss(records: Sequence[dict]) -> dict:
             "new_over_exact": over_exact(rows, exact, "new"),
             "key_over_exact": over_exact(rows, exact, "key"),
         }
-        for figure in ("top1", "kl", "kl_median", "decode"):
-            values = [r[figure] for r in rows]
-            out[name][figure] = None if values[0] is None else stats.mean(values, f"{figure} of {name}").as_dict()
+        out[name] |= {figure: _measured(rows, figure) for figure in ("top1", "kl", "kl_median", "decode")}
     return out
+
+
+def _measured(rows: Sequence[dict], figure: str) -> dict | None:
+    """Mean of a figure of an arm, None where it was not measured."""
+    values = [r[figure] for r in rows]
+    return None if values[0] is None else stats.mean(values, f"{figure} of {rows[0]['arm']}").as_dict()
 
 
 def _mean_cost(rows: Sequence[dict]) -> float:
@@ -74,15 +79,16 @@ def _mean_cost(rows: Sequence[dict]) -> float:
 
 def over_exact(rows: Sequence[dict], exact: Sequence[dict], tokens: str) -> dict | None:
     """Mean loss over exact on all tokens of a sort (new or key) together; documents weigh by how many they have. None where the
-    sort was not measured or there is no such token.
+    sort was not measured, or fewer than two documents have such tokens: that gives no interval.
     """
     if any(r[f"n_{tokens}"] is None for r in rows):
         return None
     n = finite([r[f"n_{tokens}"] for r in rows], f"{tokens} tokens")
-    if not n.sum():
+    some = n > 0
+    if some.sum() < 2:
         return None
-    more = [r[f"{tokens}_loss_sum"] - e[f"{tokens}_loss_sum"] for r, e in zip(rows, exact, strict=True)]
-    found = stats.ratio(finite(more, f"loss of {tokens} tokens"), n, f"loss of {tokens} tokens over exact")
+    more = finite([r[f"{tokens}_loss_sum"] - e[f"{tokens}_loss_sum"] for r, e in zip(rows, exact, strict=True)], f"loss of {tokens} tokens")
+    found = stats.ratio(more[some], n[some], f"loss of {tokens} tokens over exact")
     return found.as_dict() | {"n_tokens": int(n.sum())}
 
 
@@ -232,15 +238,16 @@ def kind_pairs(arms: Sequence[Arm]) -> list[tuple[Arm, Arm]]:
 
 
 def control_pairs(arms: Sequence[Arm]) -> list[tuple[Arm, Arm]]:
-    """Each fill beside what it must be better than: the kind of maps before it, identity, a nofill of equal cost; and random rows
-    beside as many rows of a longer tail.
+    """Each fill beside what it must be better than: the kind of maps before it, identity, a nofill of equal cost, POP; and rows
+    chosen by attention beside as many random ones, both beside as many rows of a longer tail.
     """
     pairs = kind_pairs(arms)
     for a in arms:
         if a.mode == "fill" and a.rows == "none":
-            pairs += [(a, Arm("identity", a.split)), (a, Arm("nofill", a.split, "equal", a.kind))]
-        if a.mode == "fill" and a.rows == "random" and a.budget:
-            pairs += [(a, dataclasses.replace(a, rows="tail"))]
+            pairs += [(a, Arm("identity", a.split)), (a, Arm("nofill", a.split, "equal", a.kind)), (a, Arm("pop"))]
+        controls = {"attention": ("random", "tail"), "random": ("tail",) if a.budget else ()}
+        if a.mode == "fill":
+            pairs += [(a, dataclasses.replace(a, rows=rows)) for rows in controls.get(a.rows, ())]
     return [(a, b) for a, b in pairs if b in arms]
 
 

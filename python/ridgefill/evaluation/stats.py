@@ -63,17 +63,33 @@ def pooled_difference(
     def difference(groups: np.ndarray) -> float:
         return float(statistic(np.concatenate([a[i] for i in groups])) - statistic(np.concatenate([b[i] for i in groups])))
 
-    groups = np.arange(len(a))
+    return _percentile(difference, len(a))
+
+
+def median_ratio(a: Sequence[float], b: Sequence[float], what: str = "ratio") -> Estimate:
+    """median(a) / median(b), paired: for times, of which a few are far off. Percentile bootstrap over pairs.
+
+    Raises EvaluationError for fewer than two pairs, lists of unequal length, or a value that is not finite.
+    """
+    a, b = _paired(a, b, what)
+    if len(a) < 2:
+        raise EvaluationError(f"{what}: expected 2 pairs or more, found {len(a)}")
+    return _percentile(lambda pairs: float(np.median(a[pairs]) / np.median(b[pairs])), len(a))
+
+
+def _percentile(statistic: Callable[[np.ndarray], float], n: int) -> Estimate:
+    """Of the items whose indices it is given, n of them."""
+    items = np.arange(n)
     found = stats.bootstrap(
-        (groups,),
-        difference,
+        (items,),
+        statistic,
         vectorized=False,
         n_resamples=N_RESAMPLES,
         confidence_level=LEVEL,
         method="percentile",
         rng=np.random.default_rng(SEED),
     ).confidence_interval
-    return Estimate(difference(groups), float(found.low), float(found.high), len(a))
+    return Estimate(statistic(items), float(found.low), float(found.high), n)
 
 
 def _paired(a, b, what: str) -> tuple[np.ndarray, np.ndarray]:

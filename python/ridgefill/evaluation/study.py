@@ -1,6 +1,7 @@
 """A study: sets of items, run through every arm of a model and summarised.
 
-Sets are `loss` (tokens after a prefix, one window per document), `digits` and `words` (facts) and the tasks of tasks.TASKS.
+Sets are `loss` (tokens after a prefix, one window per document), `digits` and `words` (facts), the tasks of tasks.TASKS, and
+`splices` (rows of single layers exchanged in the prompts of `single`, for each file of maps instead of each arm).
 """
 
 from __future__ import annotations
@@ -8,19 +9,22 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 
 from .. import lib, sidecar
 from ..fit import Report, no_report
 from ..model_file import file_sha256
+from ..splice import Splicer
 from ..text import Document
-from . import facts, loss, report, tasks, texts
+from . import facts, loss, report, splices, tasks, texts
 from .arms import Arm, Engine
 from .errors import EvaluationError
 from .journal import Journal
 
 FACTS = {"digits": "a number in a sentence, judged whole", "words": "a password in a sentence, judged whole"}
-SETS = ("loss", *FACTS, *tasks.TASKS)
+SETS = ("loss", *FACTS, *tasks.TASKS, splices.NAME)
 N_SINK = 4  # where no maps say so
 
 
@@ -68,7 +72,8 @@ class Settings:
                 )
 
     def arms(self, what: str) -> list[Arm]:
-        return [Arm.parse(name) for name in (self.loss_arms if what == "loss" else self.item_arms)]
+        names = {"loss": self.loss_arms, splices.NAME: ()}.get(what, self.item_arms)
+        return [Arm.parse(name) for name in names]
 
     def n_ctx(self, sets: Sequence[str]) -> int:
         """Cells that the longest item of these sets needs."""
@@ -79,7 +84,8 @@ class Settings:
 
 def about(what: str) -> str:
     """What a set is, in a line."""
-    return "tokens of real text behind a prompt" if what == "loss" else FACTS.get(what) or tasks.TASKS[what].about
+    ours = {"loss": "tokens of real text behind a prompt", splices.NAME: "rows of single layers exchanged between exact and filled prompts"}
+    return (ours | FACTS).get(what) or tasks.TASKS[what].about
 
 
 def check_sets(sets: Sequence[str]) -> None:
@@ -96,15 +102,15 @@ def common_sink(maps: Sequence[lib.Maps]) -> int:
 
 
 def default_arms(maps: Sequence[lib.Maps], share: float) -> list[Arm]:
-    """Exact, the noise floor, the cut context; per split identity and nofill; per file of maps the fill, the fill with a `share`
-    of the filled rows exact (random ones, or a longer tail), and nofill at the cost of the fill.
+    """Exact, the noise floor, the cut context, POP; per split identity and nofill; per file of maps the fill, the fill with a
+    `share` of the filled rows exact (random ones, those attended to most, or a longer tail), and nofill at the cost of the fill.
     """
-    arms = [Arm("exact"), Arm("noise"), Arm("cut")]
+    arms = [Arm("exact"), Arm("noise"), Arm("cut"), Arm("pop")]
     for split in sorted({m.split for m in maps}):
         arms += [Arm("nofill", split), Arm("identity", split)]
         for kind in sorted(m.kind for m in maps if m.split == split):
             fill = Arm("fill", split, kind=kind)
-            more = [dataclasses.replace(fill, rows=rows, budget=share) for rows in ("random", "tail")] if share else []
+            more = [dataclasses.replace(fill, rows=rows, budget=share) for rows in ("random", "attention", "tail")] if share else []
             arms += [fill, *more, Arm("nofill", split, "equal", kind)]
     return arms
 
@@ -119,23 +125,26 @@ class Study:
     def __init__(self, model: lib.Model, maps: Sequence[lib.Maps], docs: Sequence[Document], sets: Sequence[str], s: Settings, n_threads: int = 2):
         check_sets(sets)
         self.sets, self.settings = list(dict.fromkeys(sets)), s
-        self._n_sink = common_sink(maps)
+        self._maps, self._n_sink, self._n_threads = maps, common_sink(maps), n_threads
+        if splices.NAME in sets and not maps:
+            raise EvaluationError(f"{splices.NAME}: expected maps, whose rows are exchanged with exact ones, found none")
         n_ctx = s.n_ctx(sets)
         if n_ctx > model.n_ctx_train:
             raise EvaluationError(
                 f"lengths: expected at most {model.n_ctx_train} rows, which the model was trained for, found {n_ctx} with what is decoded"
             )
-        self.engine = Engine(model, maps, n_ctx, n_threads=n_threads, n_sink=self._n_sink)
+        self._stack = ExitStack()
+        self.engine = self._stack.enter_context(Engine(model, maps, n_ctx, n_threads=n_threads, n_sink=self._n_sink))
         try:
             self.engine.require([a for what in sets for a in s.arms(what)])
             around = [d for d in docs if not s.sources or d.source.split()[0] in s.sources]
             if not around:
                 known = ", ".join(sorted({d.source.split()[0] for d in docs}))
                 raise EvaluationError(f"filler: expected sources among {known}, found {', '.join(s.sources)}")
-            text = tasks.Text.of(model, around) if set(sets) & set(tasks.TASKS) else None
+            text = tasks.Text.of(model, around) if set(sets) & {*tasks.TASKS, splices.NAME} else None
             self.items = {what: self._make(what, docs, around, text) for what in self.sets}
         except BaseException:
-            self.engine.close()
+            self._stack.close()
             raise
         self.about = {
             "model": {
@@ -162,7 +171,12 @@ class Study:
         return self
 
     def __exit__(self, *_) -> None:
-        self.engine.close()
+        self._stack.close()
+
+    @cached_property
+    def _splicer(self) -> Splicer:
+        n_rows = self.settings.rows + facts.N_ANSWER
+        return self._stack.enter_context(Splicer(self.engine.model, n_rows, self._n_threads, self._n_sink))
 
     def _make(self, what: str, docs: Sequence[Document], around: Sequence[Document], text: tasks.Text | None) -> list:
         s, model = self.settings, self.engine.model
@@ -173,16 +187,21 @@ class Study:
             return texts.windows(model, chosen, s.prefix, s.scored, s.seed)
         if what in FACTS:
             return facts.make_items(model, around, what, s.items, s.seed, s.rows, s.item_tail, self._n_sink)
-        return tasks.make_items(model, text, what, s.items, s.seed, s.rows, s.item_tail, self._n_sink, s.chat)
+        task = splices.TASK if what == splices.NAME else what
+        return tasks.make_items(model, text, task, s.items, s.seed, s.rows, s.item_tail, self._n_sink, s.chat)
 
     def run(self, journal: Journal, progress: Report = no_report) -> dict:
-        """{set: {"items": records, "summary": by arm, "pairs": comparisons}}, with verdicts and adjusted p-values.
+        """{set: {"items": records, "summary": by arm, "pairs": comparisons}}, with verdicts and adjusted p-values; splices are
+        summarised by file of maps, without either.
 
         Each family is Holm's over all arms of the loss, over all arms of all other sets, and over all pairs of either.
         """
         found, families = {}, {}
         for what in self.sets:
             records = self._records(what, journal, progress)
+            if what == splices.NAME:
+                found[what] = {"items": records, "summary": splices.summarise(records), "pairs": []}
+                continue
             is_loss = what == "loss"
             summary = report.summarise_loss(records) if is_loss else report.summarise_facts(records)
             margin = self.settings.loss_margin if is_loss else self.settings.share_margin
@@ -215,5 +234,7 @@ class Study:
         s, engine = self.settings, self.engine
         if what == "loss":
             return lambda: loss.score_window(engine, s.arms("loss"), item, s.tail, s.seed, s.decode)
+        if what == splices.NAME:
+            return lambda: splices.measure(self._splicer, item, self._maps)
         ask = facts.ask if what in FACTS else tasks.ask
         return lambda: [ask(engine, arm, item) for arm in s.arms(what)]

@@ -46,9 +46,13 @@ class Puzzle:
         """Share of the references that occur in the answer."""
         return sum(r.lower() in answer.lower() for r in self.references) / len(self.references)
 
+    def answered(self, answer: str) -> bool:
+        """Whether an answer gives all references."""
+        return self.score(answer) == 1
+
     def decided(self, answer: str) -> bool:
         """Whether further tokens cannot change the score."""
-        return self.score(answer) == 1
+        return self.answered(answer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,5 +318,5 @@ def ask(engine: Engine, arm: Arm, item: TaskItem) -> dict:
         "value": ", ".join(item.puzzle.references),
         "answer": answer,
         "score": score,
-        "hit": score == 1,
+        "hit": item.puzzle.answered(answer),
     }

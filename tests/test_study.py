@@ -1,0 +1,109 @@
+"""scripts/study.sh and the page of its results: a small study runs to its end, and the page shows the committed files and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ridgefill.evaluation import report
+from test_evaluation import fact_records, loss_records
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import results_tables  # noqa: E402
+
+QUICK = ROOT / "out" / "study-quick"
+
+
+def test_the_page_is_that_of_the_results():
+    assert results_tables.PAGE.read_text() == results_tables.render(results_tables.STUDY), "run scripts/results_tables.py"
+
+
+def facts_summary(hits: dict[str, int]) -> dict:
+    return report.summarise_facts(fact_records(hits))
+
+
+def table_rows(text: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")]
+
+
+def test_recall_by_split_says_from_where_on_it_is_back():
+    hits = {"identity-S2": 0, "fill-S2:kv": 38, "identity-S3": 10, "fill-S3:kv": 0, "identity-S4": 38, "fill-S4:kv": 39, "fill-S4:kv+random=0.1": 5, "fill-S3:input": 40}
+    head, _, *rows = table_rows(results_tables.by_split(facts_summary({"exact": 40} | hits)))
+    assert head == ["split", "identity", "kv", "input"]
+    assert [r[0] for r in rows] == ["2", "3", "4", "back from"]
+    assert rows[1][1].startswith("0.250 [0.14") and rows[0][2].startswith("0.950 [0.8")
+    assert [r[3] for r in rows[:3]] == ["", "1.000 [0.912, 1.000]", ""]
+    assert rows[3][1:] == ["4", "4", "3"]  # kv kept enough at 2, and lost it again at 3
+    head, _, *rows = table_rows(results_tables.by_split(facts_summary({"exact": 40, "fill-S2:kv": 3, "fill-S3:kv": 2})))
+    assert rows[-1] == ["back from", "none of these"]
+    assert results_tables.by_split(facts_summary({"exact": 40, "fill-S2:kv": 3})) == ""
+
+
+def test_a_loss_beside_another_implementations_is_judged_by_its_tolerance():
+    summary = report.summarise_loss(loss_records({"exact": 0.0, "fill-S19:input": 0.0245, "fill-S15:input": 0.12}))
+    rows = {r[0]: r for r in table_rows(results_tables.beside(summary))}
+    assert rows["`fill-S19:input`"][2:] == ["+0.024 ± 0.005", "yes"] and rows["`fill-S15:input`"][3] == "no"
+    assert results_tables.beside(report.summarise_loss(loss_records({"exact": 0.0, "identity-S2": 0.1}))) == ""
+
+
+@pytest.fixture(scope="module")
+def study(patched_lib, text_set):
+    """study(arguments) -> the finished process of a quick study."""
+    command, env = [ROOT / "scripts" / "study.sh", "--quick"], os.environ | {"RIDGE_LIB_DIR": str(patched_lib)}
+    return lambda *args: subprocess.run([*command, *args], capture_output=True, text=True, check=False, env=env)
+
+
+@pytest.fixture(scope="module")
+def quick(study, smollm2) -> tuple[dict[str, dict], float]:
+    """Results of the whole of it by name, and the CPU time it took, seconds."""
+    shutil.rmtree(QUICK, ignore_errors=True)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    p = study()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert p.returncode == 0, p.stdout + p.stderr
+    results = {path.stem: json.loads(path.read_text()) for path in (QUICK / "results").glob("*.json")}
+    return results, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def test_a_quick_study_measures_every_set(quick):
+    results, seconds = quick
+    assert set(results) == {"smollm2", "pico-qwen3-s", "pico-qwen3-s-splices"}
+    assert seconds < 8 * 60 * 2  # eight minutes of two cores
+    for name, r in results.items():
+        assert [w for w in r["sets"] if not r[w]["items"]] == [], name
+    s = results["pico-qwen3-s"]["single"]["summary"]
+    assert s["exact"]["hits"] >= 7 and s["fill-S5:kv"]["hits"] > s["nofill-S3"]["hits"] == 0
+    assert {"fill-S3:kv+attention=0.1", "fill-S3:kv+random=0.1", "fill-S3:kv+tail=0.1", "pop"} <= set(s)
+    pairs = {(p["a"], p["b"]) for p in results["pico-qwen3-s"]["single"]["pairs"]}
+    assert {("fill-S3:kv+attention=0.1", "fill-S3:kv+random=0.1"), ("fill-S3:kv+attention=0.1", "fill-S3:kv+tail=0.1")} <= pairs
+
+
+def test_the_page_of_a_study_shows_its_figures(quick):
+    results, _ = quick
+    text = (QUICK / "RESULTS.md").read_text()
+    assert text == results_tables.render(QUICK / "results") and text != results_tables.render(ROOT / "nowhere")
+    arm = results["smollm2"]["loss"]["summary"]["fill-S20:kv"]
+    (row,) = (r for r in table_rows(text) if r[0] == "`fill-S20:kv`" and len(r) == 13)
+    assert float(row[1]) == pytest.approx(arm["cost"], abs=6e-4) and row[3].startswith(f"{arm['over_exact']['value']:+.4f}")
+    assert text.count("\n## ") == len(results)
+
+
+def test_a_finished_study_is_not_measured_again(quick, study):
+    before = {p: p.stat().st_mtime_ns for p in QUICK.rglob("result.json")}
+    p = study("pico-qwen3-s")
+    assert p.returncode == 0, p.stdout + p.stderr
+    assert {p: p.stat().st_mtime_ns for p in QUICK.rglob("result.json")} == before and len(before) == 3
+
+
+@pytest.mark.parametrize("args, message", [(["--fast"], "unknown option --fast"), (["pico-none"], "expected a model models/pico/pico-none/pico-none.f16.gguf")])
+def test_errors_are_messages(study, args, message):
+    p = study(*args)
+    assert p.returncode not in (0, 6) and message in p.stderr
