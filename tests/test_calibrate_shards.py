@@ -209,7 +209,7 @@ def test_shards_for_different_served_files_are_not_merged(model, corpus, shards,
     original = cal.Model.fingerprint
     monkeypatch.setattr(cal.Model, "fingerprint", lambda self, split: {**original(self, split), "file_type": 7})
     other = shard(model, corpus, tmp_path, 2, 4)
-    with pytest.raises(SumsError, match="they are for maps of different model files"):
+    with pytest.raises(SumsError, match="they are for different model files"):
         sums_file.merge([shards[0], other], tmp_path / "m.npz")
 
 

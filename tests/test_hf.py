@@ -22,6 +22,7 @@ from ridgefill import cli, hf, lib, sums_file
 from ridgefill.capture import Chunk
 from ridgefill.errors import RidgefillError
 from ridgefill.hf import Checkpoint, CheckpointError
+from ridgefill.text import read_documents
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
@@ -75,7 +76,7 @@ def changed(checkpoint: Path, folder: Path, change=lambda tensors: None, **setti
 @pytest.mark.parametrize("arch, kind", [*((arch, "") for arch in pico.ARCHS), ("llama", "mistral")])
 def test_inputs_are_those_of_the_library(pico_model, corpus, checkpoint_of, tmp_path, arch, kind):
     path = str(pico_model(arch, **SHAPE))
-    documents = cal.read_documents([corpus])[:1]
+    documents = read_documents([corpus])[:1]
     layers = [0, 2, 4]
     expected = list(inputs_by_hand(path, documents, layers))
     with lib.Model(path) as served:

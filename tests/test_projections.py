@@ -25,7 +25,7 @@ def library(patched_lib):
 
 
 def rewritten(source: Path, path: Path, change: Callable[[dict], dict], arch: str | None = None, **keys) -> Path:
-    """A copy of a model as architecture `arch`, with tensors {name: f32 array} changed and u32 or f32 keys added or replaced."""
+    """A copy of a model as architecture `arch`, with tensors {name: f32 array} changed and keys added or replaced: u32, f32, or arrays of i32."""
     reader = gguf.GGUFReader(source)
     old = reader.fields["general.architecture"].contents()
     w = gguf.GGUFWriter(path, arch or old)
@@ -35,7 +35,8 @@ def rewritten(source: Path, path: Path, change: Callable[[dict], dict], arch: st
             name = name.replace(f"{old}.", f"{arch or old}.", 1)
             w.add_key_value(name, f.contents(), f.types[0], f.types[-1] if len(f.types) > 1 else None)
     for name, value in keys.items():
-        (w.add_uint32 if isinstance(value, int) else w.add_float32)(f"{arch or old}.{name.replace('__', '.')}", value)
+        write = w.add_array if isinstance(value, list) else w.add_uint32 if isinstance(value, int) else w.add_float32
+        write(f"{arch or old}.{name.replace('__', '.')}", value)
     tensors = {t.name: np.array(t.data) for t in reader.tensors}
     for name, data in change(tensors).items():
         w.add_tensor(name, np.ascontiguousarray(data, None if data.dtype == np.int8 else np.float32))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .errors import RidgefillError
 from .model_file import ModelFile
 from .projections import Projections, rms_normalise
 
@@ -44,40 +45,83 @@ class Rotation:
         return out
 
 
-def rotation(file: ModelFile, arch: str, head: int) -> Rotation:
-    """Of a model file whose heads are `head` wide, as the library applies it to a context no longer than in training."""
+@dataclass(frozen=True)
+class Rope:
+    """What a model file says of its rotary positions, where it says nothing the library's defaults.
 
-    def get(key: str, default):
-        return file.get(f"{arch}.rope.{key}", default)
+    n_rot       rotated numbers of each head, the first ones
+    base        of the frequencies
+    scaling     "none", "linear", "yarn" or another type that the library knows
+    factor      by which the context was stretched, 1 without scaling
+    gain        on the rotated numbers, besides YaRN's own
+    beta_fast, beta_slow   turns within the original context between which YaRN blends
+    log_mul     YaRN's multiplier of the logarithm, 0: none
+    n_ctx_orig  original context, tokens
+    adjacent    whether rotated pairs are side by side, else half of n_rot apart
+    factors     divisors of the frequencies, float32 [n_rot / 2], or None
+    """
 
-    n_rot, base = get("dimension_count", head), get("freq_base", 10000.0)
-    i = np.arange(n_rot // 2)
-    free = base ** (-2.0 * i / n_rot)
-    for name in ("rope_freqs.weight", "rope_factors_short.weight"):
-        if (factors := file.tensor(name)) is not None:
-            free = free / factors
-            break
-    kind = get("scaling.type", "linear")
-    factor = (get("scaling.factor", 0.0) or get("scale_linear", 0.0) or 1.0) if kind != "none" else 1.0
-    gain = get("scaling.attn_factor", 1.0)
-    if kind == "yarn":
-        own = arch == "mistral3"  # the only one of which the library reads these
-        fast = get("scaling.yarn_beta_fast", 32.0) if own else 32.0
-        slow = get("scaling.yarn_beta_slow", 1.0) if own else 1.0
-        n_orig = get("scaling.original_context_length", file.get(f"{arch}.context_length"))
+    n_rot: int
+    base: float
+    scaling: str
+    factor: float
+    gain: float
+    beta_fast: float
+    beta_slow: float
+    log_mul: float
+    n_ctx_orig: int
+    adjacent: bool
+    factors: np.ndarray | None
+
+    def rotation(self) -> Rotation:
+        """As the library applies it to a context no longer than in training."""
+        i = np.arange(self.n_rot // 2)
+        free = self.base ** (-2.0 * i / self.n_rot) / (1.0 if self.factors is None else self.factors)
+        if self.scaling != "yarn":
+            return Rotation(free / self.factor, self.gain, self.adjacent)
 
         def pair_that_turns(n: float) -> float:  # n times within the original context
-            return n_rot * np.log(n_orig / (n * 2 * np.pi)) / (2 * np.log(base))
+            return self.n_rot * np.log(self.n_ctx_orig / (n * 2 * np.pi)) / (2 * np.log(self.base))
 
-        low, high = max(0.0, np.floor(pair_that_turns(fast))), min(n_rot - 1.0, np.ceil(pair_that_turns(slow)))
+        low, high = max(0.0, np.floor(pair_that_turns(self.beta_fast))), min(self.n_rot - 1.0, np.ceil(pair_that_turns(self.beta_slow)))
         keep = 1 - np.clip((i - low) / max(0.001, high - low), 0, 1)  # fast pairs keep their frequency
-        frequency = free * (keep + (1 - keep) / factor)
-        gain *= _yarn_gain(factor, 1.0)
-        if own and (log_mul := get("scaling.yarn_log_multiplier", 0.0)):
-            gain /= _yarn_gain(factor, log_mul)
-    else:
-        frequency = free / factor
-    return Rotation(frequency, float(gain), arch in _PAIRS_ADJACENT)
+        gain = self.gain * _yarn_gain(self.factor, 1.0) / (_yarn_gain(self.factor, self.log_mul) if self.log_mul else 1.0)
+        return Rotation(free * (keep + (1 - keep) / self.factor), gain, self.adjacent)
+
+
+def check_one_dimension(file: ModelFile) -> None:
+    """Raises RidgefillError for positions in more than one dimension (M-RoPE)."""
+    key = f"{file.get('general.architecture')}.rope.dimension_sections"
+    if any(found := file.get(key, [])):
+        raise RidgefillError(f"{key}: expected positions in one dimension, found M-RoPE with {found}")
+
+
+def rope(file: ModelFile, arch: str, head: int) -> Rope:
+    """Of a model file whose heads are `head` wide.
+
+    Raises RidgefillError for positions in more than one dimension (M-RoPE).
+    """
+
+    def get(key: str, default=None):
+        return file.get(f"{arch}.rope.{key}", default)
+
+    check_one_dimension(file)
+    scaling = get("scaling.type", "linear")
+    own = arch == "mistral3"  # the only one of which the library reads these
+    factors = (file.tensor(name) for name in ("rope_freqs.weight", "rope_factors_short.weight"))
+    return Rope(
+        n_rot=int(get("dimension_count", head)),
+        base=float(get("freq_base", 10000.0)),
+        scaling=scaling,
+        factor=float((get("scaling.factor", 0.0) or get("scale_linear", 0.0) or 1.0) if scaling != "none" else 1.0),
+        gain=float(get("scaling.attn_factor", 1.0)),
+        beta_fast=float(get("scaling.yarn_beta_fast", 32.0) if own else 32.0),
+        beta_slow=float(get("scaling.yarn_beta_slow", 1.0) if own else 1.0),
+        log_mul=float(get("scaling.yarn_log_multiplier", 0.0) if own else 0.0),
+        n_ctx_orig=int(get("scaling.original_context_length", file.get(f"{arch}.context_length", 0))),
+        adjacent=arch in _PAIRS_ADJACENT,
+        factors=next((f for f in factors if f is not None), None),
+    )
 
 
 def _yarn_gain(factor: float, scale: float) -> float:
@@ -89,15 +133,14 @@ class Attention(Projections):
 
     def __init__(self, path: str | os.PathLike):
         super().__init__(path)
-        self.rotation = rotation(self._file, self.arch, self._head_k)
+        self.rope = rope(self._file, self.arch, self._head_k)
+        self.rotation = self.rope.rotation()
         self._temperature = self._file.get(f"{self.arch}.attention.temperature_scale", 0.0) if self.arch == "mistral3" else 0.0
-        self._n_orig = self._file.get(
-            f"{self.arch}.rope.scaling.original_context_length", self._file.get(f"{self.arch}.context_length")
-        )
+        self._norms: dict[str, np.ndarray | None] = {}
         self._extra: dict[int, dict[str, np.ndarray | None]] = {}
 
     def _tensors(self, il: int) -> dict[str, np.ndarray | None]:
-        """Of layer `il` besides its K and V: "q" and its "q_bias", "o", head norms "q_norm" and "k_norm". Read once."""
+        """Of layer `il` besides its K and V: "q" and its "q_bias", and "o". Read once."""
         block = il % self._n_blocks
         if block not in self._extra:
             prefix, n_kv = f"blk.{block}.", sum(self.widths(block))
@@ -107,7 +150,6 @@ class Attention(Projections):
                 "q": np.ascontiguousarray(q),
                 "q_bias": self._q_bias(prefix, n_kv, fused),
                 "o": self._scaled(f"{prefix}attn_output"),
-                **{f"{which}_norm": self._file.tensor(f"{prefix}attn_{which}_norm.weight") for which in "qk"},
             }
         return self._extra[block]
 
@@ -120,6 +162,17 @@ class Attention(Projections):
     def n_heads(self, il: int) -> int:
         """Heads of Q of layer `il`."""
         return self._n_heads[il % self._n_blocks]
+
+    @property
+    def head_sizes(self) -> tuple[int, int]:
+        """Of K and of V."""
+        return self._head_k, self._head_v
+
+    def keys_values(self, il: int, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """K after head norms and before rotation, and V, [n, width] of inputs x [n, d] of layer `il`."""
+        n_k, _ = self.widths(il)
+        kv = self.project(il, x)
+        return self.head_norm(il, "k", kv[:, :n_k]), kv[:, n_k:]
 
     def n_kv_heads(self, il: int) -> int:
         """Heads of K and V of layer `il`."""
@@ -139,7 +192,10 @@ class Attention(Projections):
 
     def head_norm(self, il: int, which: str, y: np.ndarray) -> np.ndarray:
         """Q ("q") or K ("k") [n, width] after the norm over each head, or over all of them, that some models have."""
-        if (weight := self._tensors(il)[f"{which}_norm"]) is None:
+        name = f"blk.{il % self._n_blocks}.attn_{which}_norm.weight"
+        if name not in self._norms:
+            self._norms[name] = self._file.tensor(name)
+        if (weight := self._norms[name]) is None:
             return y
         return (rms_normalise(y.reshape(-1, len(weight)), self.eps) * weight).reshape(y.shape)
 
@@ -150,7 +206,7 @@ class Attention(Projections):
         q = self.head_norm(il, "q", q if t["q_bias"] is None else q + t["q_bias"])
         q = self.rotation(q.reshape(len(x), -1, self._head_k), positions)
         if self._temperature:
-            grown = np.log(np.floor(positions / self._n_orig) + 1) * self._temperature + 1
+            grown = np.log(np.floor(positions / self.rope.n_ctx_orig) + 1) * self._temperature + 1
             q *= grown.astype(np.float32)[:, None, None]
         return q
 

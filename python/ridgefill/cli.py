@@ -4,25 +4,25 @@ Exit codes: 0 done; 1 a value out of range, or a fault of ours; 2 wrong usage; 3
 missing, or a checkpoint cannot be used; 4 text that cannot be used; 5 activations that cannot be fitted; 6 a file
 exists already; 7 not a sidecar, or a damaged one; 8 sums of something else, unfinished, damaged or in use; 9 documents
 share text; 10 a file cannot be read or written (full disk, no permission); 11 maps that a model fails to verify; 12 the
-doctor found a problem; 13 the doctor cannot tell; 14 a measurement that cannot be trusted;
-130 stopped.
+doctor found a problem; 13 the doctor cannot tell; 14 a measurement that cannot be trusted; 15 models between which no
+mapper can be fitted; 130 stopped.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from typing import Annotated
 
 import typer
 
-from .commands import card, inspect, score, verify
-from .commands.common import AsJson, Force, errors_for_people, mib, score_table, stdout
+from .commands import card, inspect, mapper, score, verify
+from .commands import text_options as t
+from .commands.common import AsJson, Force, errors_for_people, score_table, stdout
 from .commands.doctor import doctor
 from .commands.evaluate import evaluate
 from .commands.tune import tune
-from .progress import duration, progress, stderr
+from .progress import progress, stderr
 
 EPILOG = __doc__.split("\n\n", 1)[1]
 calibrate_app = typer.Typer(add_completion=False)
@@ -43,26 +43,26 @@ OUT = "sidecar to write; {split} and {kind} in it stand for the split and the ki
 def calibrate(
     model: Annotated[str, typer.Argument(help="GGUF model file; or, with --for, a Hugging Face checkpoint: a folder with config.json or OWNER/NAME")],
     split: Splits,
-    text: Annotated[list[str], typer.Option(help="file or folder of text, .jsonl or .parquet; or hf:NAME[:CONFIG[:SPLIT]], a data set, with --n-tokens; may be given several times")],
+    text: t.Text,
     out: Annotated[str, typer.Option(help=OUT + "; a shard makes none")] = "",
     kind: Kinds = None,
     map_type: MapType = "q8_0",
-    sink: Annotated[int, typer.Option(help="first rows that are neither fitted nor filled")] = 4,
+    sink: t.Sink = 4,
     tail: Tail = 512,
-    seed: Annotated[int, typer.Option(help="order of the documents, hence which are held out")] = 0,
-    n_tokens: Annotated[int, typer.Option(min=0, help="tokens to fit on, 0: all")] = 0,
-    heldout_documents: Annotated[int | None, typer.Option(min=1, help="documents to hold out [default: those marked so in sources.json, else a sixth]")] = None,
-    row_stride: Annotated[int, typer.Option(min=1, help="every how many rows one is used")] = 1,
-    chat_share: Annotated[float, typer.Option(min=0, max=1, help="share of the documents that is put into the model's chat template")] = 0.0,
-    evaluation_text: Annotated[list[str] | None, typer.Option(help="file or folder of text that the maps will be judged on and must not have seen; may be given several times")] = None,
-    overlap: Annotated[str, typer.Option(help="where a document shares 50 tokens in a row with held-out or evaluation text: refuse, drop (leave it out) or keep")] = "refuse",
-    ctx: Annotated[int, typer.Option(min=64, help="tokens run together from position 0")] = 2048,
-    threads: Annotated[int, typer.Option(min=1)] = 2,
-    gpu_layers: Annotated[int, typer.Option(help="model layers on the accelerator, -1: all")] = 0,
+    seed: t.Seed = 0,
+    n_tokens: t.NTokens = 0,
+    heldout_documents: t.HeldoutDocuments = None,
+    row_stride: t.RowStride = 1,
+    chat_share: t.ChatShare = 0.0,
+    evaluation_text: t.EvaluationText = None,
+    overlap: t.Overlap = "refuse",
+    ctx: t.Ctx = 2048,
+    threads: t.Threads = 2,
+    gpu_layers: t.GpuLayers = 0,
     dtype: Annotated[str, typer.Option(help="f32, bf16 or f16, in which a checkpoint is run [default: f32 on a CPU, else bf16]")] = "",
     device: Annotated[str, typer.Option(help="cpu or cuda, where a checkpoint is run [default: cpu]")] = "",
-    sums: Annotated[str, typer.Option(help="file that keeps the sums over the text: a run that was stopped goes on from it with the same command")] = "",
-    save_every: Annotated[float, typer.Option(min=0, help="seconds between two savings of the sums, 0: after each chunk of --ctx tokens")] = 120.0,
+    sums: t.SumsFile = "",
+    save_every: t.SaveEvery = 120.0,
     layers_per_pass: Annotated[int, typer.Option(min=0, help="sum at most so many layers in one pass over the text, 0: all; more passes, less memory, the same sidecar")] = 0,
     shard: Annotated[str, typer.Option(help="i/n: only make the sums of the i-th of n shares of the text; then `ridgefill merge` and `ridgefill solve`")] = "",
     lam: Lambdas = None,
@@ -75,10 +75,7 @@ def calibrate(
     json_output: AsJson = False,
 ) -> None:
     """Fit ridge maps for a model and write them as a sidecar, one file per split and kind, in one pass over the text."""
-    if shard and not sums:
-        raise typer.BadParameter("--shard needs --sums, the file for its sums")
-    if bool(shard) == bool(out):
-        raise typer.BadParameter("a shard makes no sidecar: give --shard or --out" if out else "--out is needed, except with --shard")
+    t.check_shard(shard, sums, out, "sidecar")
     with errors_for_people("" if sums else "; --sums FILE keeps what was done"):
         from . import calibrate as c
         from . import card as model_card
@@ -98,48 +95,15 @@ def calibrate(
             model_card.check_writable(config.out_path(s, k), force)
         with c.Calibration(config, say) as run:
             plan = run.plan()
-            _say_plan(plan, say)
+            t.say_plan(plan, say, "fit fewer splits or kinds at a time, or --layers-per-pass N")
             with progress(quiet) as report:
-                results = run.run(report, lambda e: e.n_tokens_left and say(_estimate(e)))
+                results = run.run(report, lambda e: e.n_tokens_left and say(t.estimate(e)))
         for r in results if with_card else []:
             card.write(r.path, force, same_is_fine=resumes)
     if shard:
-        _print_shard(run, plan, json_output)
+        t.print_shard(run, plan, json_output)
     elif run.solves:
         _print_results(results, json_output)
-
-
-def _say_plan(plan, say) -> None:
-    passes = f", in {plan.n_passes} passes" if plan.n_passes > 1 else ""
-    say(
-        f"{plan.n_documents} documents with {plan.n_tokens:,} tokens to fit, {plan.n_heldout_documents} with "
-        f"{plan.n_heldout_tokens:,} held out{passes}; needs {mib(plan.memory_bytes)} besides the model"
-    )
-    if plan.n_tokens_done:
-        say(f"goes on after {plan.n_tokens_done:,} tokens whose sums were kept")
-    if plan.memory_bytes > plan.memory_available:
-        print(
-            f"warning: {mib(plan.memory_bytes)} needed, {mib(plan.memory_available)} free: fit fewer splits or kinds at a time, or --layers-per-pass N",
-            file=sys.stderr,
-        )
-
-
-def _estimate(e) -> str:
-    return f"{e.tokens_per_second:,.0f} tokens/s in the first chunk: about {duration(e.seconds)} for the other {e.n_tokens_left:,}"
-
-
-def _print_shard(run, plan, json_output: bool) -> None:
-    found = {
-        "sums": ", ".join(str(p.store.path) for p in run.passes),
-        "shard": run.config.shard,
-        "n_tokens": plan.n_tokens,
-        "n_heldout_tokens": plan.n_heldout_tokens,
-        "bytes": plan.sums_bytes,
-    }
-    if json_output:
-        print(json.dumps(found, indent=1))
-    else:
-        stdout.print(f"{found['sums']}: sums of shard {found['shard']}, {plan.n_tokens + plan.n_heldout_tokens:,} tokens", soft_wrap=True)
 
 
 def _print_results(results: list, json_output: bool) -> None:
@@ -169,16 +133,17 @@ def _print_result(r) -> None:
 
 for command in (inspect.inspect, score.score, verify.verify, card.card, tune, doctor, evaluate):
     app.command()(command)
+app.add_typer(mapper.app)
 
 
 @app.command()
 def merge(
-    files: Annotated[list[str], typer.Argument(help="files of sums, of shards of one calibration")],
+    files: Annotated[list[str], typer.Argument(help="files of sums, of shards of one calibration or mapper")],
     out: Annotated[str, typer.Option(help="file of sums to write")],
     force: Force = False,
     json_output: AsJson = False,
 ) -> None:
-    """Add up the sums of shards (ridgefill-calibrate --shard i/n --sums FILE)."""
+    """Add up the sums of shards (ridgefill-calibrate or ridgefill mapper fit, with --shard i/n --sums FILE)."""
     with errors_for_people():
         from . import sums_file
 
@@ -201,7 +166,7 @@ def solve(
     lam: Lambdas = None,
     prev_share: PrevShare = 1.0,
     rank: Rank = 128,
-    threads: Annotated[int, typer.Option(min=1)] = 2,
+    threads: t.Threads = 2,
     force: Force = False,
     json_output: AsJson = False,
 ) -> None:
@@ -211,7 +176,7 @@ def solve(
 
         from . import fit, sidecar, sums_file
 
-        with sums_file.Reader(file) as reader:
+        with sums_file.Reader(file, sums_file.MapsHeader) as reader:
             header = reader.header
             wanted = fit.Wanted(
                 out=out, splits=split or header.splits, kinds=kind or [k for k in header.kinds if k != "input_lr"], map_type=map_type, tail=tail,

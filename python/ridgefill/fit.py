@@ -17,7 +17,7 @@ from .low_rank import LowRank
 from .solve import LAMBDAS, Ridge, check_fit
 from .statistics import Moments
 from .sums import Sums
-from .sums_file import Header, SumsError
+from .sums_file import MapsHeader, SumsError
 
 # called as report(stage, done, total): "capture" counts tokens, "solve" layers; first with what was done before
 Report = Callable[[str, int, int], None]
@@ -187,7 +187,7 @@ def _low_rank_solver(wanted: Wanted, ridge: Ridge) -> Callable[[int], _Layer]:
     return solve_layer
 
 
-def _solve(wanted: Wanted, header: Header, problem: _Problem, report: Callable[[], None]) -> sidecar.Sidecar:
+def _solve(wanted: Wanted, header: MapsHeader, problem: _Problem, report: Callable[[], None]) -> sidecar.Sidecar:
     """The sidecar of one split and kind, with maps and scores as they are written."""
     fit, layout, kind = problem.fit, problem.layout, problem.kind
     ridge = Ridge(fit, problem.heldout)
@@ -214,14 +214,14 @@ def _solve(wanted: Wanted, header: Header, problem: _Problem, report: Callable[[
     )
 
 
-def _record(header: Header, wanted: Wanted, n_tokens: int, n_heldout_tokens: int) -> sidecar.Calibration:
+def _record(header: MapsHeader, wanted: Wanted, n_tokens: int, n_heldout_tokens: int) -> sidecar.Calibration:
     options = header.record["options"] + ([f"shards={header.n_shards}"] if header.n_shards > 1 else [])
     options += [f"lambda={x:g}" for x in wanted.lambdas] if wanted.lambdas != LAMBDAS else []
     counts = {"n_tokens": n_tokens, "n_heldout_tokens": n_heldout_tokens}
     return sidecar.Calibration(**{**header.record, **counts, "options": options})
 
 
-def solve(wanted: Wanted, header: Header, sums: list[Sums], report: Report = no_report) -> list[Result]:
+def solve(wanted: Wanted, header: MapsHeader, sums: list[Sums], report: Report = no_report) -> list[Result]:
     """Solve, score and write. Nothing is written before all is solved.
 
     Raises SumsError when splits, kinds or text are missing in the sums, StatisticsError naming the layer when they cannot be
@@ -250,7 +250,7 @@ class Solution:
         self._done += 1
         self._report("solve", self._done, self._total)
 
-    def add(self, header: Header, sums: list[Sums]) -> None:
+    def add(self, header: MapsHeader, sums: list[Sums]) -> None:
         """Solve and score. Raises StatisticsError naming the layer when the sums cannot be fitted."""
         self._report("solve", self._done, self._total)
         for p in _problems(self._wanted, sums):
@@ -296,14 +296,9 @@ def _joined(lower: sidecar.Sidecar, upper: sidecar.Sidecar) -> sidecar.Sidecar:
     )
 
 
-def check_holds(wanted: Wanted, header: Header) -> None:
+def check_holds(wanted: Wanted, header: MapsHeader) -> None:
     """Raises SumsError when the sums lack what is wanted."""
-    if not header.finished:
-        done, total = sum(header.done.values()), sum(header.total.values())
-        raise SumsError(f"the sums are unfinished: {done} of {total} chunks; run their command again")
-    if header.missing:
-        missing = ", ".join(map(str, header.missing))
-        raise SumsError(f"the sums lack shards {missing} of {header.n_shards}; merge them first")
+    header.check_complete()
     for what, found, there in (("splits", wanted.splits, sorted(header.splits)), ("kinds", wanted.kinds, header.kinds)):
         if unknown := [x for x in found if x not in there]:
             raise SumsError(f"{what}: expected some of {', '.join(map(str, there))}, found {', '.join(map(str, unknown))}")

@@ -7,7 +7,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from .sums import Sums
 from .sums_file import Header, Reader, Store, SumsError, differences
 
 
@@ -49,12 +48,12 @@ class Pass:
             raise SumsError(f"{path} holds sums of something else: {differing}; {way_out}")
         self.header.done, self.header.n_shards, self.header.shards = found.done, found.n_shards, found.shards
 
-    def begin(self) -> list[Sums]:
-        """Sums to add to, by family of kinds: those on disk, or new ones."""
+    def begin(self) -> list:
+        """Sums to add to: those on disk, or new ones."""
         if any(self.header.done.values()):
             with Reader(self.store.path) as reader:
                 return reader.sums()
-        return [Sums(layout, self.header.splits, self.layers) for layout in self.header.layouts]
+        return self.header.empty_sums()
 
 
 def layer_groups(layers: range, n: int) -> list[list[int]]:
@@ -71,7 +70,7 @@ def sums_path(sums: str, marks: list[str]) -> Path:
 class Saver:
     """Saves the sums from time to time: at most every `every` seconds, and never for more than a twentieth of the time."""
 
-    def __init__(self, store: Store, header: Header, sums: list[Sums], every: float):
+    def __init__(self, store: Store, header: Header, sums: list, every: float):
         self._store, self._header, self._sums, self._every = store, header, sums, every
         self._next = time.monotonic() + every
 

@@ -143,14 +143,28 @@ def _add_metadata(w: gguf.GGUFWriter, s: Sidecar, tensors: dict[str, np.ndarray]
     for name, values in (("lambda", s.lambdas), ("r2", s.r2)):
         for part in PARTS[s.kind]:
             w.add_array(f"ridge.{score_key(name, part)}", [float(x) for x in values[part]])
-    w.add_string("ridge.model.tokenizer_sha256", fp["tokenizer_sha256"])
-    w.add_string("ridge.model.hparams", fp["hparams"])
-    w.add_uint32("ridge.model.file_type", fp["file_type"] % 2**32)  # -1: the model does not say
-    w.add_string("ridge.model.name", fp["name"])
-    w.add_array("ridge.model.anchors", list(fp["anchors"]))
-    w.add_array("ridge.model.anchors_sha256", list(fp["anchors"].values()))
+    add_model(w, "ridge.model", fp)
+    add_hashes(w, tensors)
+    add_calibration(w, c)
+
+
+def add_model(w: gguf.GGUFWriter, prefix: str, fp: dict) -> None:
+    """The fingerprint of a model (lib.Model.fingerprint()), but for architecture and sizes."""
+    w.add_string(f"{prefix}.tokenizer_sha256", fp["tokenizer_sha256"])
+    w.add_string(f"{prefix}.hparams", fp["hparams"])
+    w.add_uint32(f"{prefix}.file_type", fp["file_type"] % 2**32)  # -1: the model does not say
+    w.add_string(f"{prefix}.name", fp["name"])
+    w.add_array(f"{prefix}.anchors", list(fp["anchors"]))
+    w.add_array(f"{prefix}.anchors_sha256", list(fp["anchors"].values()))
+
+
+def add_hashes(w: gguf.GGUFWriter, tensors: Mapping[str, np.ndarray]) -> None:
+    """Names and hashes of the tensors, data as stored."""
     w.add_array("ridge.tensors", list(tensors))
     w.add_array("ridge.tensors_sha256", [hashlib.sha256(t.tobytes()).hexdigest() for t in tensors.values()])
+
+
+def add_calibration(w: gguf.GGUFWriter, c: Calibration) -> None:
     w.add_array("ridge.calibration.sources", c.sources)
     w.add_uint64("ridge.calibration.n_tokens", c.n_tokens)
     w.add_uint32("ridge.calibration.n_documents", c.n_documents)
@@ -170,10 +184,10 @@ def _write_gguf(path: Path, s: Sidecar) -> None:
         tensors |= {f"blk.{il}.ridge.{name}": data for name, data in weights.items()}
         tensors[f"blk.{il}.ridge.bias"] = np.ascontiguousarray(bias, np.float32)
     typed = {name: (data, None if name.endswith("bias") else MAP_TYPES[s.map_type]) for name, data in tensors.items()}
-    _write_parts(path, s.fingerprint["architecture"], lambda w: _add_metadata(w, s, tensors), typed)
+    write_parts(path, s.fingerprint["architecture"], lambda w: _add_metadata(w, s, tensors), typed)
 
 
-def _write_parts(
+def write_parts(
     path: Path,
     architecture: str,
     add_metadata: Callable[[gguf.GGUFWriter], None],
@@ -224,7 +238,7 @@ def check_writable(path: str | os.PathLike, force: bool) -> None:
 
 
 @contextmanager
-def _in_place_of(path: Path) -> Iterator[Path]:
+def in_place_of(path: Path) -> Iterator[Path]:
     """A file in the same folder to write to, for the caller to put in the place of `path`; removed if it is still there."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.absolute().parent)
     os.close(handle)
@@ -238,21 +252,31 @@ def _in_place_of(path: Path) -> Iterator[Path]:
         tmp.unlink(missing_ok=True)
 
 
-def write(path: str | os.PathLike, s: Sidecar, force: bool = False, same_is_fine: bool = False) -> None:
-    """Write a sidecar under another name in the same folder, then rename it: readers see all of it or nothing.
+def put(
+    path: str | os.PathLike, fill: Callable[[Path], None], force: bool, same: Callable[[Path, Path], bool] | None = None
+) -> None:
+    """Let `fill` write under another name in the same folder, then rename it: readers see all of it or nothing.
 
-    With `same_is_fine` a file that exists already is left alone if it differs in what amend() adds at most.
+    A file that exists already is left alone if it is the `same` as the new one.
 
     Raises OutputExists when the file exists and `force` is not set.
     """
-    check_writable(path, force or same_is_fine)
+    check_writable(path, force or same is not None)
     path = Path(path)
-    with _in_place_of(path) as tmp:
-        _write_gguf(tmp, s)
-        if same_is_fine and path.is_file() and _same_maps(tmp, path):
+    with in_place_of(path) as tmp:
+        fill(tmp)
+        if same and path.is_file() and same(tmp, path):
             return
         check_writable(path, force)  # writing takes time: another process may have made the file meanwhile
         tmp.replace(path)
+
+
+def write(path: str | os.PathLike, s: Sidecar, force: bool = False, same_is_fine: bool = False) -> None:
+    """Write a sidecar; with `same_is_fine` one that exists already is left alone if it differs in what amend() adds at most.
+
+    Raises OutputExists when the file exists and `force` is not set.
+    """
+    put(path, lambda tmp: _write_gguf(tmp, s), force, _same_maps if same_is_fine else None)
 
 
 def _same_maps(mine: Path, other: Path) -> bool:
@@ -290,9 +314,9 @@ def amend(path: str | os.PathLike, measured: Mapping[str, object]) -> None:
                 w.add_key_value(name, measured[name], gguf.GGUFValueType.ARRAY if is_array else kind, kind if is_array else None)
 
     check_writable(path, force=True)
-    with _in_place_of(path) as tmp:
+    with in_place_of(path) as tmp:
         tensors = {t.name: (t.data, t.tensor_type) for t in reader.tensors}
-        _write_parts(tmp, reader.fields["general.architecture"].contents(), add_metadata, tensors)
+        write_parts(tmp, reader.fields["general.architecture"].contents(), add_metadata, tensors)
         tmp.replace(path)
 
 

@@ -21,7 +21,7 @@ LAMBDAS = tuple(float(x) for x in np.logspace(-4, 0, 13))  # three a decade
 
 # eigenvalues below this share of the largest are rounding: without a penalty their directions get no weight, which is
 # the solution of least norm
-_RANK_TOLERANCE = 1e-12
+RANK_TOLERANCE = 1e-12
 # rows whose squares about their mean are below this share of the squares of the mean differ by the rounding of float32
 _SAME_TOLERANCE = 1e-12
 
@@ -57,9 +57,14 @@ def check_fit(fit: Moments, heldout: Moments, parts: Callable[[int], Mapping[str
         raise StatisticsError(f"layer {fit.split}: its input is the same in all {fit.n} fitted rows")
     for il in fit.layers:
         for what, columns in parts(il).items():
-            for name, m in (("fitted", fit), ("held-out", heldout)):
-                if not _spread(m, il, columns) > _rounding(m.n, (m.origin_y[il] + m.sum_y[il] / m.n)[columns]):
-                    raise StatisticsError(f"layer {il}: its {what} is the same in all {m.n} {name} rows")
+            check_varies(fit, heldout, il, columns, f"layer {il}: its {what}")
+
+
+def check_varies(fit: Moments, heldout: Moments, il: int, columns: slice, what: str) -> None:
+    """Raises StatisticsError when these columns of y_l, called `what`, are the same in all rows."""
+    for name, m in (("fitted", fit), ("held-out", heldout)):
+        if not _spread(m, il, columns).sum() > _rounding(m.n, (m.origin_y[il] + m.sum_y[il] / m.n)[columns]):
+            raise StatisticsError(f"{what} is the same in all {m.n} {name} rows")
 
 
 def _rounding(n: int, mean: np.ndarray) -> float:
@@ -67,31 +72,79 @@ def _rounding(n: int, mean: np.ndarray) -> float:
     return _SAME_TOLERANCE * n * float(mean @ mean)
 
 
-def _spread(m: Moments, il: int, columns: slice) -> float:
-    """Sum of squares of y_l about its mean."""
-    sum_y = m.sum_y[il][columns]
-    return float(m.yy[il][columns].sum() - sum_y @ sum_y / m.n)
+def _spread(m: Moments, il: int, columns: slice) -> np.ndarray:
+    """Sums of squares of y_l about its mean, by column."""
+    return m.yy[il][columns] - m.sum_y[il][columns] ** 2 / m.n
 
 
-class Ridge:
-    """Solutions for every layer and lambda of one split, scored on held-out sums.
+class Centred:
+    """Fitted and held-out sums about the fitted means, and what a map scores on them.
 
     Columns of y_l do not depend on each other: each method takes those that it is about. Vectors live relative to the origins
     of the moments; `bias` is in the coordinates of the model.
+
+    cov         centred X^T X of the fitted rows, [d_in, d_in]
+    heldout_xx  that of the held-out rows, about the fitted mean too
     """
 
     def __init__(self, fit: Moments, heldout: Moments):
         self.fit, self.heldout = fit, heldout
         self.mean_x = fit.sum_x / fit.n
-        self.cov = fit.xx - fit.n * np.outer(self.mean_x, self.mean_x)  # centred X^T X
+        self.cov = fit.xx - fit.n * np.outer(self.mean_x, self.mean_x)
+        h, mu = heldout, self.mean_x
+        self.heldout_xx = h.xx - np.outer(h.sum_x, mu) - np.outer(mu, h.sum_x) + h.n * np.outer(mu, mu)
+
+    def _mean_y(self, il: int, columns: slice) -> np.ndarray:
+        return self.fit.sum_y[il][columns] / self.fit.n
+
+    def xy(self, il: int, columns: slice = ALL) -> np.ndarray:
+        """Centred X^T Y of the fitted rows, [d_in, d_out]."""
+        return self.fit.xy[il][:, columns] - np.outer(self.fit.sum_x, self._mean_y(il, columns))
+
+    def bias(self, il: int, weight: np.ndarray, columns: slice = ALL, features: np.ndarray | slice = ALL) -> np.ndarray:
+        """b that makes the map exact for the mean row, whatever rounding `weight` [d_out, n_features] went through."""
+        mean = (self.fit.origin_x + self.mean_x)[features]
+        return self.fit.origin_y[il][columns] + self._mean_y(il, columns) - weight @ mean
+
+    def heldout_y(self, il: int, columns: slice = ALL) -> tuple[np.ndarray, np.ndarray]:
+        """Held-out sums about the fitted means: X^T Y, and |y|^2 by column."""
+        h, mu_x, mu_y = self.heldout, self.mean_x, self._mean_y(il, columns)
+        sum_y = h.sum_y[il][columns]
+        hxy = h.xy[il][:, columns] - np.outer(h.sum_x, mu_y) - np.outer(mu_x, sum_y) + h.n * np.outer(mu_x, mu_y)
+        return hxy, h.yy[il][columns] - 2 * sum_y * mu_y + h.n * mu_y**2
+
+    def spread(self, il: int, columns: slice = ALL) -> np.ndarray:
+        """Held-out sums of squares of y_l about its held-out mean, by column."""
+        return _spread(self.heldout, il, columns)
+
+    def errors(
+        self, il: int, weight: np.ndarray, bias: np.ndarray, columns: slice = ALL, features: np.ndarray | slice = ALL
+    ) -> np.ndarray:
+        """Held-out squared error by column of a given map of some features, for instance of one as it was rounded for its file."""
+        h, mu_y = self.heldout, self._mean_y(il, columns)
+        hxy, hyy = self.heldout_y(il, columns)
+        hxx = self.heldout_xx if features is ALL else self.heldout_xx[np.ix_(features, features)]
+        # y - A x - b = (y - mu_y) - A (x - mu_x) - c
+        mean, sum_x = (self.fit.origin_x + self.mean_x)[features], (h.sum_x - h.n * self.mean_x)[features]
+        c = bias + weight @ mean - self.fit.origin_y[il][columns] - mu_y
+        residual = (h.sum_y[il][columns] - h.n * mu_y) - weight @ sum_x
+        explained = np.einsum("ij,ji->i", weight, 2 * hxy[features] - hxx @ weight.T)
+        return hyy - explained - 2 * c * residual + h.n * c**2
+
+    def r2(self, il: int, weight: np.ndarray, bias: np.ndarray, columns: slice = ALL) -> float:
+        """Held-out R^2 of a given map of layer `il`, over all columns."""
+        return float(1 - self.errors(il, weight, bias, columns).sum() / self.spread(il, columns).sum())
+
+
+class Ridge(Centred):
+    """Solutions for every layer and lambda of one split, scored on held-out sums."""
+
+    def __init__(self, fit: Moments, heldout: Moments):
+        super().__init__(fit, heldout)
         values, self.vectors = scipy.linalg.eigh(self.cov)
         self.values = np.maximum(values, 0.0)
         self.scale = float(np.trace(self.cov)) / fit.width  # alpha of lambda = 1
-        # held-out X^T X about the fitted mean, in the eigenbasis
-        h, mu = heldout, self.mean_x
-        hxx = h.xx - np.outer(h.sum_x, mu) - np.outer(mu, h.sum_x) + h.n * np.outer(mu, mu)
-        self.heldout_xx = hxx
-        self.heldout_xx_eig = self.vectors.T @ hxx @ self.vectors
+        self.heldout_xx_eig = self.vectors.T @ self.heldout_xx @ self.vectors
 
     def check_rank(self) -> None:
         """Refuse features that move in few directions only: of text that repeats itself, however long it is.
@@ -99,41 +152,27 @@ class Ridge:
         Raises StatisticsError naming the split layer when the rows span less than half of the features that vary.
         """
         spread = np.diag(self.cov)
-        varying = int(np.count_nonzero(spread > _RANK_TOLERANCE * spread.max()))
-        rank = int(np.count_nonzero(self.values > _RANK_TOLERANCE * self.values[-1]))
+        varying = int(np.count_nonzero(spread > RANK_TOLERANCE * spread.max()))
+        rank = int(np.count_nonzero(self.values > RANK_TOLERANCE * self.values[-1]))
         if 2 * rank < varying:
             raise StatisticsError(
                 f"layer {self.fit.split}: expected rows that span at least half of its {varying} varying features, found "
                 f"{rank} directions in {self.fit.n} rows: the text repeats itself"
             )
 
-    def _mean_y(self, il: int, columns: slice) -> np.ndarray:
-        return self.fit.sum_y[il][columns] / self.fit.n
-
     def projected(self, il: int, columns: slice = ALL) -> np.ndarray:
         """Centred X^T Y of the fitted rows in the eigenbasis, [d_in, d_out]."""
-        return self.vectors.T @ (self.fit.xy[il][:, columns] - np.outer(self.fit.sum_x, self._mean_y(il, columns)))
+        return self.vectors.T @ self.xy(il, columns)
 
     def inverse(self, lam: float) -> np.ndarray:
         """1 / (eigenvalue + alpha); 0 where both vanish."""
         denominator = self.values + lam * self.scale
-        keep = denominator > _RANK_TOLERANCE * self.values[-1]
+        keep = denominator > RANK_TOLERANCE * self.values[-1]
         return np.divide(1.0, denominator, out=np.zeros_like(denominator), where=keep)
 
     def weight(self, il: int, lam: float, columns: slice = ALL) -> np.ndarray:
         """A of layer `il` for one lambda, float64 [d_out, d_in]."""
         return ((self.vectors * self.inverse(lam)) @ self.projected(il, columns)).T
-
-    def bias(self, il: int, weight: np.ndarray, columns: slice = ALL) -> np.ndarray:
-        """b that makes the map exact for the mean row, whatever rounding `weight` went through."""
-        return self.fit.origin_y[il][columns] + self._mean_y(il, columns) - weight @ (self.fit.origin_x + self.mean_x)
-
-    def heldout_y(self, il: int, columns: slice = ALL) -> tuple[np.ndarray, float]:
-        """Held-out sums about the fitted means: X^T Y and sum |y|^2."""
-        h, mu_x, mu_y = self.heldout, self.mean_x, self._mean_y(il, columns)
-        sum_y = h.sum_y[il][columns]
-        hxy = h.xy[il][:, columns] - np.outer(h.sum_x, mu_y) - np.outer(mu_x, sum_y) + h.n * np.outer(mu_x, mu_y)
-        return hxy, float(h.yy[il][columns].sum() - 2 * sum_y @ mu_y + h.n * mu_y @ mu_y)
 
     def r2_grid(self, il: int, lambdas: tuple[float, ...] = LAMBDAS, columns: slice = ALL) -> np.ndarray:
         """Held-out R^2 of layer `il` for each lambda: 1 - sum|y - y_hat|^2 / sum|y - mean(y)|^2 over all its columns."""
@@ -143,18 +182,8 @@ class Ridge:
         linear = np.einsum("ij,ij->i", g, self.vectors.T @ hxy)
         quadratic = self.heldout_xx_eig * (g @ g.T)
         inverse = np.array([self.inverse(lam) for lam in lambdas])
-        error = hyy - 2 * inverse @ linear + np.einsum("ki,ki->k", inverse @ quadratic, inverse)
-        return 1 - error / _spread(self.heldout, il, columns)
-
-    def r2(self, il: int, weight: np.ndarray, bias: np.ndarray, columns: slice = ALL) -> float:
-        """Held-out R^2 of a given map of layer `il`, for instance of one as it was rounded for its file."""
-        h, mu_y = self.heldout, self._mean_y(il, columns)
-        hxy, hyy = self.heldout_y(il, columns)
-        # y - A x - b = (y - mu_y) - A (x - mu_x) - c
-        c = bias + weight @ (self.fit.origin_x + self.mean_x) - self.fit.origin_y[il][columns] - mu_y
-        sum_residual = (h.sum_y[il][columns] - h.n * mu_y) - weight @ (h.sum_x - h.n * self.mean_x)
-        error = hyy - 2 * np.vdot(weight.T, hxy) + np.vdot(weight @ self.heldout_xx, weight)
-        return float(1 - (error - 2 * c @ sum_residual + h.n * c @ c) / _spread(h, il, columns))
+        error = hyy.sum() - 2 * inverse @ linear + np.einsum("ki,ki->k", inverse @ quadratic, inverse)
+        return 1 - error / self.spread(il, columns).sum()
 
     def best(self, il: int, lambdas: tuple[float, ...] = LAMBDAS, columns: slice = ALL) -> Map:
         """The map of layer `il` with the lambda of the highest held-out R^2."""

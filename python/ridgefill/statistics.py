@@ -72,10 +72,19 @@ class Moments:
 
     def first(self, d_in: int) -> Moments:
         """The sums of the first `d_in` features alone, sharing memory with these."""
+        return self._of(slice(d_in), self.layers)
+
+    def block(self, split: int, features: np.ndarray) -> Moments:
+        """The sums of some features, given by their places, without targets, as those of layer `split`."""
+        part = self._of(features, [])
+        part.split = split
+        return part
+
+    def _of(self, features: slice | np.ndarray, layers: list[int]) -> Moments:
         part = object.__new__(Moments)
-        part.__dict__ = {**self.__dict__, "origin_x": self.origin_x[:d_in], "sum_x": self.sum_x[:d_in]}
-        part.xx = self.xx[:d_in, :d_in]
-        part.xy = {il: xy[:d_in] for il, xy in self.xy.items()}
+        part.__dict__ = {**self.__dict__, "origin_x": self.origin_x[features], "sum_x": self.sum_x[features], "layers": layers}
+        part.xx = self.xx[features][:, features]
+        part.xy = {il: self.xy[il][features] for il in layers}
         return part
 
 
@@ -84,8 +93,8 @@ def about(rows: np.ndarray, origin: np.ndarray, layer: int, what: str = "activat
 
     Raises StatisticsError naming layer, row and channel of the first value that is not finite.
     """
-    centred = np.subtract(rows, origin, dtype=np.float64)
     with np.errstate(invalid="ignore"):
+        centred = np.subtract(rows, origin, dtype=np.float64)
         total = centred.sum()  # sums of what was float32 do not overflow float64
     if not np.isfinite(total):
         finite = np.isfinite(rows)

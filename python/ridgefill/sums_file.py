@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -24,7 +25,6 @@ from .kinds import Layout
 from .statistics import Moments
 from .sums import PARTS, Sums
 
-FORMAT = "ridgefill sums"
 VERSION = 1
 HEADER = "header.json"
 
@@ -42,17 +42,30 @@ class Header:
     """What a file of sums says of itself."""
 
     settings: dict[str, object]  # everything that the sums depend on, by a name for people
-    n_layer: int
     sink: int  # rows left out at the start of each chunk
-    splits: list[int]
-    fingerprints: dict[int, dict]  # by split, of the model that the maps are for
+    fingerprints: dict[int, dict]  # of the models that what is solved is for
     record: dict  # fields of sidecar.Calibration that hold for all shards together
-    layouts: list[Layout]
+    layouts: list  # of each set of sums: `family`, its name in the file, and what else is said below
     n_shards: int
     shards: list[int]  # that are in the sums, of 1..n_shards
     done: dict[str, int]  # by part: chunks in the sums
     total: dict[str, int]  # by part: chunks of these shards
-    layers: list[int] = field(default_factory=list)  # whose targets are in the sums; empty: of all above the splits
+
+    format: ClassVar[str]
+    made_with: ClassVar[str]  # the command, for people
+
+    @staticmethod
+    def layout(fields: dict) -> object:
+        """A layout from its fields in JSON."""
+        raise NotImplementedError
+
+    def widths(self, layout) -> dict[int, tuple[int, dict[int, int]]]:
+        """Of the moments of one layout, by their `split`: number of features, and by layer that of targets."""
+        raise NotImplementedError
+
+    def empty_sums(self) -> list:
+        """One object for each layout, with `layout`, `moments` by part and split (empty), and each()."""
+        raise NotImplementedError
 
     @property
     def finished(self) -> bool:
@@ -63,6 +76,41 @@ class Header:
     def missing(self) -> list[int]:
         """Shards that are not in the sums."""
         return sorted(set(range(1, self.n_shards + 1)) - set(self.shards))
+
+    def shard_names(self) -> str:
+        return f"{','.join(map(str, self.shards))}/{self.n_shards}"
+
+    def check_complete(self) -> None:
+        """Raises SumsError when text is missing."""
+        if not self.finished:
+            done, total = sum(self.done.values()), sum(self.total.values())
+            raise SumsError(f"the sums are unfinished: {done} of {total} chunks; run their command again")
+        if self.missing:
+            missing = ", ".join(map(str, self.missing))
+            raise SumsError(f"the sums lack shards {missing} of {self.n_shards}; merge them first")
+
+
+@dataclass
+class MapsHeader(Header):
+    """Of sums for ridge maps. `fingerprints` are by split."""
+
+    n_layer: int
+    splits: list[int]
+    layers: list[int] = field(default_factory=list)  # whose targets are in the sums; empty: of all above the splits
+
+    format: ClassVar[str] = "ridgefill sums"
+    made_with: ClassVar[str] = "ridgefill-calibrate"
+
+    @staticmethod
+    def layout(fields: dict) -> Layout:
+        lengths = {int(il): (n_k, n_v) for il, (n_k, n_v) in fields["kv_lengths"].items()}
+        return Layout(fields["family"], fields["n_embd"], lengths)
+
+    def widths(self, layout: Layout) -> dict[int, tuple[int, dict[int, int]]]:
+        return {s: (layout.d_in(), {il: layout.d_out(il) for il in self.mapped(s)}) for s in self.splits}
+
+    def empty_sums(self) -> list[Sums]:
+        return [Sums(layout, self.splits, self.mapped(min(self.splits))) for layout in self.layouts]
 
     @property
     def kinds(self) -> list[str]:
@@ -76,9 +124,6 @@ class Header:
     def layer_names(self) -> str:
         """Of sums of some layers only: which."""
         return f"{self.layers[0]}-{self.layers[-1]}"
-
-    def shard_names(self) -> str:
-        return f"{','.join(map(str, self.shards))}/{self.n_shards}"
 
 
 def differences(expected: dict[str, object], found: dict[str, object]) -> str:
@@ -94,7 +139,7 @@ def differences(expected: dict[str, object], found: dict[str, object]) -> str:
 #
 
 
-def _arrays(sums: Sums) -> Iterator[tuple[str, np.ndarray]]:
+def _arrays(sums) -> Iterator[tuple[str, np.ndarray]]:
     for part, split, m in sums.each():
         yield from _moments_arrays(f"{sums.layout.family}/{part}/{split}", m)
 
@@ -109,19 +154,20 @@ def _moments_arrays(prefix: str, m: Moments) -> Iterator[tuple[str, np.ndarray]]
 
 
 def _header_json(header: Header) -> str:
-    return json.dumps({"format": FORMAT, "version": VERSION, **asdict(header)}, indent=1)
+    return json.dumps({"format": header.format, "version": VERSION, **asdict(header)}, indent=1)
 
 
 def _header_from_json(data: bytes) -> Header:
+    from .mapper.sums import PairHeader  # which is built on this module
+
+    kinds = {kind.format: kind for kind in (MapsHeader, PairHeader)}
     fields = json.loads(data)
-    if (fields.pop("format"), fields.pop("version")) != (FORMAT, VERSION):
-        raise ValueError(f"it is not of the format {FORMAT!r}, version {VERSION}")
+    kind, version = kinds.get(fields.pop("format")), fields.pop("version")
+    if kind is None or version != VERSION:
+        raise ValueError(f"it is not of the format {' or '.join(map(repr, kinds))}, version {VERSION}")
     fields["fingerprints"] = {int(s): fp for s, fp in fields["fingerprints"].items()}
-    fields["layouts"] = [
-        Layout(x["family"], x["n_embd"], {int(il): (n_k, n_v) for il, (n_k, n_v) in x["kv_lengths"].items()})
-        for x in fields["layouts"]
-    ]
-    return Header(**fields)
+    fields["layouts"] = [kind.layout(x) for x in fields["layouts"]]
+    return kind(**fields)
 
 
 def _write(path: Path, header: Header, arrays: Iterator[tuple[str, np.ndarray]]) -> None:
@@ -156,14 +202,17 @@ def _damage_named(path: Path):
 class Reader:
     """A file of sums that is open for reading; use it in `with`.
 
-    Raises SumsError when it is none or damaged, there or on reading on.
+    Raises SumsError when it is none, damaged (there or on reading on), or has no header of `kind`.
     """
 
-    def __init__(self, path: str | os.PathLike):
+    def __init__(self, path: str | os.PathLike, kind: type[Header] = Header):
         self.path = Path(path)
         with _damage_named(self.path):
             self._zip = zipfile.ZipFile(self.path)
             self.header = _header_from_json(self._zip.read(HEADER))
+        if not isinstance(self.header, kind):
+            self._zip.close()
+            raise SumsError(f"{path}: expected sums of `{kind.made_with}`, found those of `{self.header.made_with}`")
 
     def __enter__(self):
         return self
@@ -178,27 +227,25 @@ class Reader:
             raise ValueError(f"{name}: expected float64 {shape}, found {array.dtype} {array.shape}")
         return array
 
-    def moments(self, layout: Layout, part: str, split: int) -> Moments:
+    def moments(self, layout, part: str, split: int) -> Moments:
         """The moments of one part of the text and one split."""
-        prefix, d_in = f"{layout.family}/{part}/{split}", layout.d_in()
-        layers = self.header.mapped(split)
+        prefix, (d_in, d_out) = f"{layout.family}/{part}/{split}", self.header.widths(layout)[split]
         with _damage_named(self.path):
             m = Moments(split, self._array(f"{prefix}/origin_x", (d_in,)), {})
-            m.layers = layers
+            m.layers = list(d_out)
             m.n = int(self._array(f"{prefix}/n", ()))
             m.sum_x, m.xx = self._array(f"{prefix}/sum_x", (d_in,)), self._array(f"{prefix}/xx", (d_in, d_in))
             for name in ("origin_y", "sum_y", "yy"):
-                setattr(m, name, {il: self._array(f"{prefix}/{name}.{il}", (layout.d_out(il),)) for il in layers})
-            m.xy = {il: self._array(f"{prefix}/xy.{il}", (d_in, layout.d_out(il))) for il in layers}
+                setattr(m, name, {il: self._array(f"{prefix}/{name}.{il}", (n,)) for il, n in d_out.items()})
+            m.xy = {il: self._array(f"{prefix}/xy.{il}", (d_in, n)) for il, n in d_out.items()}
         return m
 
-    def sums(self) -> list[Sums]:
-        """All of it, by family of kinds."""
-        out = []
-        for layout in self.header.layouts:
-            s = Sums(layout, self.header.splits, self.header.mapped(min(self.header.splits)))
-            s.moments = {part: {sp: self.moments(layout, part, sp) for sp in s.splits} for part in PARTS}
-            out.append(s)
+    def sums(self) -> list:
+        """All of it, by layout."""
+        out = self.header.empty_sums()
+        for s in out:
+            splits = self.header.widths(s.layout)
+            s.moments = {part: {split: self.moments(s.layout, part, split) for split in splits} for part in PARTS}
         return out
 
 
@@ -248,7 +295,7 @@ class Store:
     def __exit__(self, *_):
         self.close()
 
-    def write(self, header: Header, sums: Sequence[Sums]) -> None:
+    def write(self, header: Header, sums: Sequence) -> None:
         """Replace the file. Raises SumsError when it cannot be written; the one that was there stays."""
         _write(self.path, header, (pair for s in sums for pair in _arrays(s)))
 
@@ -270,7 +317,7 @@ def _check_shards(readers: list[Reader]) -> None:
         if found := differences(first.header.settings, r.header.settings):
             raise SumsError(f"{r.path} does not belong to {first.path}: {found}")
         if r.header.fingerprints != first.header.fingerprints:
-            raise SumsError(f"{r.path} does not belong to {first.path}: they are for maps of different model files")
+            raise SumsError(f"{r.path} does not belong to {first.path}: they are for different model files")
     owners: dict[int, Path] = {}
     for r in readers:
         for shard in r.header.shards:
@@ -287,7 +334,7 @@ def _merged_arrays(readers: list[Reader]) -> Iterator[tuple[str, np.ndarray]]:
     """One split after the other, so that merging takes the memory of two sets of moments."""
     for layout in readers[0].header.layouts:
         for part in PARTS:
-            for split in readers[0].header.splits:
+            for split in readers[0].header.widths(layout):
                 m = readers[0].moments(layout, part, split)
                 for r in readers[1:]:
                     m.merge(r.moments(layout, part, split))

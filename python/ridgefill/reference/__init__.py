@@ -6,9 +6,11 @@ neither libllama nor the rest of this package is imported here. It is slow and p
 
 from .fill import EXACT, FILL, IDENTITY, INPUT, INPUT_LR, KINDS, KV, KV_PREV, NOFILL, Fill, Maps, load_maps
 from .forward import Result, forward
+from .transfer import Mapper, Rope, load_mapper, rope_of, transfer
 from .weights import ReferenceError, Weights
 
 __all__ = [
     "EXACT", "FILL", "IDENTITY", "INPUT", "INPUT_LR", "KINDS", "KV", "KV_PREV", "NOFILL",
-    "Fill", "Maps", "ReferenceError", "Result", "Weights", "forward", "load_maps",
+    "Fill", "Mapper", "Maps", "ReferenceError", "Result", "Rope", "Weights",
+    "forward", "load_mapper", "load_maps", "rope_of", "transfer",
 ]  # fmt: skip

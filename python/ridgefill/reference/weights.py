@@ -20,7 +20,7 @@ class ReferenceError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Hparams:
-    """Sizes of the model. Widths in floats; `theta` is the base of the rotation."""
+    """Sizes of the model. Widths in floats; `theta` is the base of the rotation, which turns the first `n_rot` of each head."""
 
     arch: str
     n_layer: int
@@ -28,6 +28,7 @@ class Hparams:
     n_head: int
     n_head_kv: int
     head: int
+    n_rot: int
     eps: float
     theta: float
     pairs: str
@@ -91,12 +92,11 @@ def _hparams(reader: gguf.GGUFReader, tensors) -> Hparams:
         raise ReferenceError(f"architecture: expected one of {', '.join(PAIRS)}, found {arch}")
     n_head = get(f"{arch}.attention.head_count")
     head = get(f"{arch}.attention.key_length", get(f"{arch}.embedding_length") // n_head)
-    for key, found in (
-        ("attention.value_length", get(f"{arch}.attention.value_length", head)),
-        ("rope.dimension_count", get(f"{arch}.rope.dimension_count", head)),
-    ):
-        if found != head:
-            raise ReferenceError(f"{arch}.{key}: expected the head size {head}, found {found}")
+    if (found := get(f"{arch}.attention.value_length", head)) != head:
+        raise ReferenceError(f"{arch}.attention.value_length: expected the head size {head}, found {found}")
+    n_rot = get(f"{arch}.rope.dimension_count", head)
+    if n_rot % 2 or n_rot > head:
+        raise ReferenceError(f"{arch}.rope.dimension_count: expected an even number up to the head size {head}, found {n_rot}")
     fused = [name for name in tensors if name.endswith("attn_qkv.weight")]
     if fused:
         raise ReferenceError(f"expected separate Q, K and V tensors, found {fused[0]}")
@@ -110,6 +110,7 @@ def _hparams(reader: gguf.GGUFReader, tensors) -> Hparams:
         n_head=n_head,
         n_head_kv=get(f"{arch}.attention.head_count_kv", n_head),
         head=head,
+        n_rot=n_rot,
         eps=get(f"{arch}.attention.layer_norm_rms_epsilon"),
         theta=get(f"{arch}.rope.freq_base", 10000.0),
         pairs=PAIRS[arch],
