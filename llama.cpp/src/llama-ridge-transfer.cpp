@@ -319,9 +319,6 @@ int32_t check_context(llama_context & ctx, const char * role, llama_seq_id seq_i
     if (llama_ridge_access::has_lora(ctx) || llama_ridge_access::has_cvec(ctx)) {
         return llama_ridge_fail(LLAMA_RIDGE_ERR_UNSUPPORTED, "%s: a LoRA or control vector is active, and the mapper was fitted without it", role);
     }
-    if (!llama_ridge_access::copies_v(kv_of(&ctx))) {
-        return llama_ridge_fail(LLAMA_RIDGE_ERR_UNSUPPORTED, "%s: its values lie transposed, expected them in rows (flash attention)", role);
-    }
     if (seq_id < 0 || (uint32_t) seq_id >= kv_of(&ctx).get_n_seq_max()) {
         return llama_ridge_fail(LLAMA_RIDGE_ERR_ARGUMENT, "%s: expected a sequence from 0 to %u, found %d", role, kv_of(&ctx).get_n_seq_max() - 1, seq_id);
     }
@@ -397,6 +394,9 @@ int32_t transfer_begin(
         llama_context * ctx_src, llama_seq_id seq_src, llama_context * ctx_dst, llama_seq_id seq_dst,
         const llama_ridge_mapper * mapper, llama_pos p0, llama_pos p1, int32_t n_step, llama_ridge_transfer ** transfer) {
     int32_t status = check_context(*ctx_src, "source", seq_src);
+    if (status == LLAMA_RIDGE_OK && !llama_ridge_access::copies_v(kv_of(ctx_src))) {
+        status = llama_ridge_fail(LLAMA_RIDGE_ERR_UNSUPPORTED, "source: its values lie transposed, expected them in rows (flash attention)");
+    }
     if (status == LLAMA_RIDGE_OK) {
         status = check_context(*ctx_dst, "target", seq_dst);
     }
