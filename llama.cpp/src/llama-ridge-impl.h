@@ -131,9 +131,9 @@ struct llama_ridge_mapper {
 
     llama_ridge_rotation rotation[2]; // of the source and the target
 
-    std::vector<int32_t> k_width; // of the source's rows, by layer
-    std::vector<int32_t> v_width;
-    int32_t k_head = 0;           // size of a head of the source's K
+    std::vector<int32_t> n_head_source; // of K and V, by layer of the source
+    int32_t k_head = 0;                 // size of a head there
+    int32_t v_head = 0;
 
     std::vector<map> k; // by layer of the target
     std::vector<map> v;

@@ -168,14 +168,13 @@ static std::unique_ptr<llama_ridge_mapper> make_mapper(const llama_model * sourc
     mapper->previous = ggml_ridge_mapper_previous(file);
     mapper->hash     = ggml_ridge_mapper_hash    (file);
     mapper->k_head   = ggml_ridge_mapper_head    (file, GGML_RIDGE_SOURCE, 'k');
+    mapper->v_head   = ggml_ridge_mapper_head    (file, GGML_RIDGE_SOURCE, 'v');
 
     for (ggml_ridge_role role : { GGML_RIDGE_SOURCE, GGML_RIDGE_TARGET }) {
         mapper->rotation[role] = rotation_of(ggml_ridge_mapper_rope(file, role));
     }
     for (int32_t il = 0; il < ggml_ridge_mapper_n_layer(file, GGML_RIDGE_SOURCE); ++il) {
-        const int32_t n_head = ggml_ridge_mapper_n_head(file, GGML_RIDGE_SOURCE, il);
-        mapper->k_width.push_back(n_head*mapper->k_head);
-        mapper->v_width.push_back(n_head*ggml_ridge_mapper_head(file, GGML_RIDGE_SOURCE, 'v'));
+        mapper->n_head_source.push_back(ggml_ridge_mapper_n_head(file, GGML_RIDGE_SOURCE, il));
     }
 
     llama_ridge_placer placer(*target, 4*target->hparams.n_layer()); // weight and bias of K and V
@@ -207,7 +206,7 @@ static std::unique_ptr<llama_ridge_mapper> load(const llama_model * source, cons
     auto mapper = make_mapper(source, target, file.get());
     if (mapper) {
         LLAMA_LOG_INFO("%s: '%s' maps the cache of %s models with %zu layers to this one of architecture %s with %d; tokenizer %.12s; "
-                "%.1f MiB, sha256 %.12s\n", __func__, path, source ? text_source.architecture.c_str() : "its source", mapper->k_width.size(),
+                "%.1f MiB, sha256 %.12s\n", __func__, path, source ? text_source.architecture.c_str() : "its source", mapper->n_head_source.size(),
                 expect_target.architecture, expect_target.block_count, expect_target.tokenizer_sha256,
                 mapper->placed.size()/1024.0/1024.0, mapper->hash.c_str());
     }

@@ -40,42 +40,60 @@ llama_kv_cache & kv_of(llama_context * ctx) {
 // graph
 //
 
-// One step: what its graph reads besides the maps, and its inputs.
+// All rows of K or V that a step reads, heads of all layers of the source side by side.
+struct source_part {
+    explicit source_part(char what) : what(what) {}
+
+    const char what;
+
+    int64_t head = 0;           // size of one
+
+    std::vector<int32_t> first; // of each layer and at the end: its first head
+
+    ggml_tensor * raw = nullptr; // as they lie in the cache
+    ggml_tensor * rot = nullptr; // Hadamard matrix of a quantised cache
+    ggml_tensor * x   = nullptr; // F32 [head, heads, n]; with the row before, its heads behind those of the row itself
+
+    int32_t n_heads() const { return first.back(); }
+};
+
+// Which heads a map reads: an input, the same for every row.
+struct map_input {
+    const llama_ridge_mapper::map * map;
+    const source_part *             part;
+    ggml_tensor *                   heads; // I32 [heads, n]
+};
+
+// One step and its graph.
 struct transfer_step {
     const llama_ridge_transfer & tr;
 
     llama_pos pos; // of the first row
     int32_t   n;
 
-    // The row before belongs to the features, and there is one: it is read as well, in front of the others.
-    bool with_before() const { return tr.mapper->previous && pos > 0; }
-
-    std::vector<uint32_t> cells; // of the source, with the row before
+    std::vector<uint32_t> cells; // of the source: with the row before in front of the others, where it is a feature and there is one
 
     ggml_context_ptr ctx;
     ggml_cgraph *    gf = nullptr;
 
-    struct raw_input {
-        ggml_tensor * t;
-        int32_t       il;
-        char          what;
-    };
+    source_part k = source_part('k');
+    source_part v = source_part('v');
 
-    std::vector<raw_input> raw;
+    std::vector<map_input> maps;
 
     ggml_tensor * pos_src   = nullptr;
     ggml_tensor * pos_dst   = nullptr;
     ggml_tensor * fac_src   = nullptr;
     ggml_tensor * fac_dst   = nullptr;
-    ggml_tensor * k_rot_src = nullptr; // Hadamard matrices of quantised caches
-    ggml_tensor * v_rot_src = nullptr;
     ggml_tensor * k_rot_dst = nullptr;
     ggml_tensor * v_rot_dst = nullptr;
-    ggml_tensor * zeros     = nullptr; // one row of the widest layer, for the row before position 0
     ggml_tensor * k_idxs    = nullptr;
     ggml_tensor * v_idxs    = nullptr;
 
     transfer_step(const llama_ridge_transfer & tr, llama_pos pos, int32_t n) : tr(tr), pos(pos), n(n) {}
+
+    llama_pos pos_read() const { return pos - tr.mapper->previous; } // -1: nothing is before the first row
+    int32_t   n_read()   const { return n   + tr.mapper->previous; }
 };
 
 ggml_tensor * new_input(transfer_step & st, ggml_type type, int64_t ne0, int64_t ne1 = 1) {
@@ -84,7 +102,7 @@ ggml_tensor * new_input(transfer_step & st, ggml_type type, int64_t ne0, int64_t
     return t;
 }
 
-// x [head, n_head, n]. Backwards it turns by the negative angles, and divides by the gain.
+// x [head, heads, n]. Backwards it turns by the negative angles, and divides by the gain.
 ggml_tensor * turn(transfer_step & st, ggml_tensor * x, ggml_tensor * pos, ggml_tensor * factors, const llama_ridge_rotation & r, bool backwards) {
     if (r.n_rot == 0) {
         return x;
@@ -98,119 +116,60 @@ ggml_tensor * turn(transfer_step & st, ggml_tensor * x, ggml_tensor * pos, ggml_
             r.freq_base, r.freq_scale, r.ext_factor, attn_factor, r.beta_fast, r.beta_slow);
 }
 
-// rows of one layer of the source as its model computed them, keys without rotation: F32 [width, cells]
-ggml_tensor * source_rows(transfer_step & st, int32_t il, char what) {
+// rows as the source's model computed them, keys without rotation
+void build_source(transfer_step & st, source_part & part) {
     ggml_context * ctx0 = st.ctx.get();
     const auto & mapper = *st.tr.mapper;
+    const auto & kv     = kv_of(st.tr.ctx_src);
+    const bool   is_k   = part.what == 'k';
 
-    const int64_t   width = (what == 'k' ? mapper.k_width : mapper.v_width)[il];
-    const int64_t   n     = st.cells.size();
-    const ggml_type type  = llama_ridge_access::type_of(kv_of(st.tr.ctx_src), il, what);
-
-    ggml_tensor * x = new_input(st, type, width, n);
-    st.raw.push_back({ x, il, what });
-
-    if (type != GGML_TYPE_F32) {
-        x = ggml_cast(ctx0, x, GGML_TYPE_F32);
+    part.head = is_k ? mapper.k_head : mapper.v_head;
+    part.first.push_back(0);
+    for (int32_t n_head : mapper.n_head_source) {
+        part.first.push_back(part.n_heads() + n_head);
     }
-    if (ggml_tensor * rot = what == 'k' ? st.k_rot_src : st.v_rot_src) {
-        x = llama_mul_mat_hadamard(ctx0, x, rot);
+
+    part.raw = new_input(st, llama_ridge_access::type_of(kv, 0, part.what), part.head*part.n_heads(), st.n_read());
+    part.rot = is_k ? kv.build_input_k_rot(ctx0) : kv.build_input_v_rot(ctx0);
+
+    ggml_tensor * x = part.raw->type == GGML_TYPE_F32 ? part.raw : ggml_cast(ctx0, part.raw, GGML_TYPE_F32);
+    if (part.rot) {
+        x = llama_mul_mat_hadamard(ctx0, x, part.rot);
     }
-    if (what == 'k') {
-        x = ggml_reshape_3d(ctx0, x, mapper.k_head, width/mapper.k_head, n);
+    x = ggml_reshape_3d(ctx0, x, part.head, part.n_heads(), st.n_read());
+    if (is_k) {
         x = turn(st, x, st.pos_src, st.fac_src, mapper.rotation[GGML_RIDGE_SOURCE], /*backwards =*/ true);
-        x = ggml_reshape_2d(ctx0, x, width, n);
     }
-
-    return x;
+    if (mapper.previous) {
+        const auto rows = [&](int64_t first) {
+            return ggml_view_3d(ctx0, x, x->ne[0], x->ne[1], st.n, x->nb[1], x->nb[2], first*x->nb[2]);
+        };
+        x = ggml_concat(ctx0, rows(1), rows(0), 1);
+    }
+    part.x = x;
 }
 
-// parts side by side, by halves: every number is copied log2(parts) times
-ggml_tensor * side_by_side(ggml_context * ctx0, ggml_tensor * const * parts, size_t n) {
-    return n == 1 ? parts[0] : ggml_concat(ctx0, side_by_side(ctx0, parts, n/2), side_by_side(ctx0, parts + n/2, n - n/2), 0);
-}
-
-// rows [first, first + n) of x
-ggml_tensor * some_rows(ggml_context * ctx0, ggml_tensor * x, int64_t first, int64_t n) {
-    return first == 0 && n == x->ne[1] ? x : ggml_view_2d(ctx0, x, x->ne[0], n, x->nb[1], first*x->nb[1]);
-}
-
-// the rows before, in which 0 stands before position 0
-ggml_tensor * rows_before(transfer_step & st, ggml_tensor * x) {
+ggml_tensor * predict(transfer_step & st, const llama_ridge_mapper::map & map, const source_part & part) {
     ggml_context * ctx0 = st.ctx.get();
 
-    if (st.with_before()) {
-        return some_rows(ctx0, x, 0, st.n);
-    }
-    ggml_tensor * zeros = ggml_view_2d(ctx0, st.zeros, x->ne[0], 1, x->nb[1], 0);
-
-    return st.n == 1 ? zeros : ggml_concat(ctx0, zeros, some_rows(ctx0, x, 0, st.n - 1), 1);
-}
-
-ggml_tensor * predict(transfer_step & st, const llama_ridge_mapper::map & map, const std::vector<ggml_tensor *> & x) {
-    ggml_context * ctx0 = st.ctx.get();
-
-    std::vector<ggml_tensor *> parts;
+    int64_t n_heads = 0;
     for (uint32_t il : map.sources) {
-        parts.push_back(some_rows(ctx0, x[il], st.with_before() ? 1 : 0, st.n));
+        n_heads += part.first[il + 1] - part.first[il];
     }
-    for (uint32_t il : map.sources) {
-        if (st.tr.mapper->previous) {
-            parts.push_back(rows_before(st, x[il]));
-        }
-    }
+    n_heads *= 1 + st.tr.mapper->previous;
 
-    return ggml_add(ctx0, ggml_mul_mat(ctx0, map.w, side_by_side(ctx0, parts.data(), parts.size())), map.b);
-}
+    ggml_tensor * heads = new_input(st, GGML_TYPE_I32, n_heads, st.n);
+    st.maps.push_back({ &map, &part, heads });
 
-std::vector<ggml_tensor *> all_source_rows(transfer_step & st, const std::vector<llama_ridge_mapper::map> & maps, char what) {
-    std::vector<ggml_tensor *> res(st.tr.mapper->k_width.size());
-    for (const auto & map : maps) {
-        for (uint32_t il : map.sources) {
-            if (res[il] == nullptr) {
-                res[il] = source_rows(st, il, what);
-            }
-        }
-    }
-    return res;
+    ggml_tensor * x = ggml_get_rows(ctx0, part.x, heads);
+    x = ggml_reshape_2d(ctx0, x, part.head*n_heads, st.n);
+
+    return ggml_add(ctx0, ggml_mul_mat(ctx0, map.w, x), map.b);
 }
 
 // most nodes and leaves of the graph of a step
 size_t n_nodes_max(const llama_ridge_mapper & mapper) {
-    size_t n = 64;
-    for (const auto * maps : { &mapper.k, &mapper.v }) {
-        n += 8*mapper.k_width.size(); // of source_rows()
-        for (const auto & map : *maps) {
-            n += 8*map.sources.size() + 16;
-        }
-    }
-    return n;
-}
-
-void build_inputs(transfer_step & st) {
-    const auto & mapper = *st.tr.mapper;
-    const auto & kv_src = kv_of(st.tr.ctx_src);
-    const auto & kv_dst = kv_of(st.tr.ctx);
-
-    st.pos_src = new_input(st, GGML_TYPE_I32, st.cells.size());
-    st.pos_dst = new_input(st, GGML_TYPE_I32, st.n);
-
-    const auto new_factors = [&](const llama_ridge_rotation & r) {
-        return r.factors.empty() ? nullptr : new_input(st, GGML_TYPE_F32, r.factors.size());
-    };
-    st.fac_src = new_factors(mapper.rotation[GGML_RIDGE_SOURCE]);
-    st.fac_dst = new_factors(mapper.rotation[GGML_RIDGE_TARGET]);
-
-    st.k_rot_src = kv_src.build_input_k_rot(st.ctx.get());
-    st.v_rot_src = kv_src.build_input_v_rot(st.ctx.get());
-    st.k_rot_dst = kv_dst.build_input_k_rot(st.ctx.get());
-    st.v_rot_dst = kv_dst.build_input_v_rot(st.ctx.get());
-
-    if (mapper.previous && !st.with_before()) {
-        const int32_t k = *std::max_element(mapper.k_width.begin(), mapper.k_width.end());
-        const int32_t v = *std::max_element(mapper.v_width.begin(), mapper.v_width.end());
-        st.zeros = new_input(st, GGML_TYPE_F32, std::max(k, v));
-    }
+    return 64 + 16*(mapper.k.size() + mapper.v.size());
 }
 
 void build_graph(transfer_step & st, const llama_kv_cache::slot_info & sinfo, const llama_ubatch & ubatch) {
@@ -225,16 +184,24 @@ void build_graph(transfer_step & st, const llama_kv_cache::slot_info & sinfo, co
 
     ggml_context * ctx0 = st.ctx.get();
 
-    build_inputs(st);
-    st.k_idxs = kv.build_input_k_idxs(ctx0, ubatch);
-    st.v_idxs = kv.build_input_v_idxs(ctx0, ubatch);
+    const auto new_factors = [&](const llama_ridge_rotation & r) {
+        return r.factors.empty() ? nullptr : new_input(st, GGML_TYPE_F32, r.factors.size());
+    };
+    st.pos_src   = new_input(st, GGML_TYPE_I32, st.n_read());
+    st.pos_dst   = new_input(st, GGML_TYPE_I32, st.n);
+    st.fac_src   = new_factors(mapper.rotation[GGML_RIDGE_SOURCE]);
+    st.fac_dst   = new_factors(mapper.rotation[GGML_RIDGE_TARGET]);
+    st.k_rot_dst = kv.build_input_k_rot(ctx0);
+    st.v_rot_dst = kv.build_input_v_rot(ctx0);
+    st.k_idxs    = kv.build_input_k_idxs(ctx0, ubatch);
+    st.v_idxs    = kv.build_input_v_idxs(ctx0, ubatch);
 
-    const auto xk = all_source_rows(st, mapper.k, 'k');
-    const auto xv = all_source_rows(st, mapper.v, 'v');
+    build_source(st, st.k);
+    build_source(st, st.v);
 
     for (int32_t il = 0; il < (int32_t) mapper.k.size(); ++il) {
-        ggml_tensor * k = predict(st, mapper.k[il], xk);
-        ggml_tensor * v = predict(st, mapper.v[il], xv);
+        ggml_tensor * k = predict(st, mapper.k[il], st.k);
+        ggml_tensor * v = predict(st, mapper.v[il], st.v);
 
         k = ggml_reshape_3d(ctx0, k, hp.n_embd_head_k(il), hp.n_head_kv(il), st.n);
         v = ggml_reshape_3d(ctx0, v, hp.n_embd_head_v(il), hp.n_head_kv(il), st.n);
@@ -251,16 +218,66 @@ void build_graph(transfer_step & st, const llama_kv_cache::slot_info & sinfo, co
     }
 }
 
+//
+// inputs
+//
+
+// t may be missing, or of no use to the graph
+template<typename T>
+void set_input(ggml_tensor * t, const std::vector<T> & values) {
+    if (t && t->buffer) {
+        ggml_backend_tensor_set(t, values.data(), 0, ggml_nbytes(t));
+    }
+}
+
+// rows of all layers, side by side; 0 for the row before position 0
+void set_raw(const transfer_step & st, const source_part & part) {
+    const auto & kv = kv_of(st.tr.ctx_src);
+
+    const size_t row_size = part.raw->nb[1];
+    const size_t n_before = st.n_read() - st.cells.size();
+
+    std::vector<uint8_t> rows(ggml_nbytes(part.raw), 0);
+    std::vector<uint8_t> layer;
+    for (size_t il = 0; il + 1 < part.first.size(); ++il) {
+        const size_t width = ggml_row_size(part.raw->type, part.head*(part.first[il + 1] - part.first[il]));
+        const size_t begin = ggml_row_size(part.raw->type, part.head*part.first[il]);
+
+        layer.resize(width*st.cells.size());
+        llama_ridge_access::raw_rows(kv, st.tr.seq_src, il, part.what, st.cells, layer.data());
+        for (size_t r = 0; r < st.cells.size(); ++r) {
+            std::copy_n(layer.data() + r*width, width, rows.data() + (n_before + r)*row_size + begin);
+        }
+    }
+    set_input(part.raw, rows);
+}
+
+void set_heads(const transfer_step & st, const map_input & in) {
+    std::vector<int32_t> of_row;
+    for (int32_t before = 0; before <= (int32_t) st.tr.mapper->previous; ++before) {
+        for (uint32_t il : in.map->sources) {
+            for (int32_t h = in.part->first[il]; h < in.part->first[il + 1]; ++h) {
+                of_row.push_back(before*in.part->n_heads() + h);
+            }
+        }
+    }
+
+    std::vector<int32_t> heads;
+    for (int32_t i = 0; i < st.n; ++i) {
+        heads.insert(heads.end(), of_row.begin(), of_row.end());
+    }
+    set_input(in.heads, heads);
+}
+
 void set_inputs(const transfer_step & st, const llama_kv_cache::slot_info & sinfo, const llama_ubatch & ubatch) {
     const auto & mapper = *st.tr.mapper;
     const auto & kv_src = kv_of(st.tr.ctx_src);
     const auto & kv_dst = kv_of(st.tr.ctx);
 
-    std::vector<uint8_t> rows;
-    for (const auto & in : st.raw) {
-        rows.resize(ggml_nbytes(in.t));
-        llama_ridge_access::raw_rows(kv_src, st.tr.seq_src, in.il, in.what, st.cells, rows.data());
-        ggml_backend_tensor_set(in.t, rows.data(), 0, rows.size());
+    set_raw(st, st.k);
+    set_raw(st, st.v);
+    for (const auto & in : st.maps) {
+        set_heads(st, in);
     }
 
     const auto set_pos = [](ggml_tensor * t, llama_pos first, int32_t sign) {
@@ -268,24 +285,16 @@ void set_inputs(const transfer_step & st, const llama_kv_cache::slot_info & sinf
         for (size_t i = 0; i < pos.size(); ++i) {
             pos[i] = sign*(first + (int32_t) i);
         }
-        if (t->buffer) { // no head turns anything otherwise
-            ggml_backend_tensor_set(t, pos.data(), 0, ggml_nbytes(t));
-        }
+        set_input(t, pos);
     };
-    set_pos(st.pos_src, st.with_before() ? st.pos - 1 : st.pos, -1);
+    set_pos(st.pos_src, st.pos_read(), -1);
     set_pos(st.pos_dst, st.pos, 1);
 
-    const auto set_floats = [](ggml_tensor * t, const std::vector<float> & values) {
-        if (t && t->buffer) {
-            ggml_backend_tensor_set(t, values.data(), 0, ggml_nbytes(t));
-        }
-    };
-    set_floats(st.fac_src, mapper.rotation[GGML_RIDGE_SOURCE].factors);
-    set_floats(st.fac_dst, mapper.rotation[GGML_RIDGE_TARGET].factors);
-    set_floats(st.zeros, std::vector<float>(st.zeros ? st.zeros->ne[0] : 0));
+    set_input(st.fac_src, mapper.rotation[GGML_RIDGE_SOURCE].factors);
+    set_input(st.fac_dst, mapper.rotation[GGML_RIDGE_TARGET].factors);
 
-    if (st.k_rot_src) { kv_src.set_input_k_rot(st.k_rot_src); }
-    if (st.v_rot_src) { kv_src.set_input_v_rot(st.v_rot_src); }
+    if (st.k.rot)     { kv_src.set_input_k_rot(st.k.rot); }
+    if (st.v.rot)     { kv_src.set_input_v_rot(st.v.rot); }
     if (st.k_rot_dst) { kv_dst.set_input_k_rot(st.k_rot_dst); }
     if (st.v_rot_dst) { kv_dst.set_input_v_rot(st.v_rot_dst); }
 
@@ -295,10 +304,8 @@ void set_inputs(const transfer_step & st, const llama_kv_cache::slot_info & sinf
 
 // bytes that a step cannot do without
 int64_t bytes_of(const transfer_step & st) {
-    int64_t res = st.tr.mapper->placed.size();
-    for (const auto & in : st.raw) {
-        res += ggml_nbytes(in.t);
-    }
+    int64_t res = st.tr.mapper->placed.size() + ggml_nbytes(st.k.raw) + ggml_nbytes(st.v.raw);
+
     const auto & kv = kv_of(st.tr.ctx);
     for (int32_t il = 0; il < (int32_t) st.tr.mapper->k.size(); ++il) {
         for (char what : { 'k', 'v' }) {
@@ -336,7 +343,7 @@ int32_t check_rotation(const llama_context & ctx, const llama_ridge_rotation & r
         { "yarn-attn-factor", r.attn_factor, c.yarn_attn_factor },
         { "yarn-beta-fast",   r.beta_fast,   c.yarn_beta_fast   },
         { "yarn-beta-slow",   r.beta_slow,   c.yarn_beta_slow   },
-        { "yarn-orig-ctx",    r.n_ctx_orig,  c.n_ctx_orig_yarn  },
+        { "yarn-orig-ctx",    (double) r.n_ctx_orig, (double) c.n_ctx_orig_yarn },
     };
     for (const auto & f : fields) {
         if (std::fabs(f.expected - f.found) > 1e-5*std::max(std::fabs(f.expected), std::fabs(f.found))) {
@@ -449,7 +456,7 @@ int32_t transfer_step_(llama_ridge_transfer & tr) {
     }
 
     transfer_step st(tr, tr.next(), std::min(tr.n_step, tr.p1 - tr.next()));
-    if (llama_ridge_find_cells(kv_of(tr.ctx_src), tr.seq_src, st.with_before() ? st.pos - 1 : st.pos, st.pos + st.n, st.cells)) {
+    if (llama_ridge_find_cells(kv_of(tr.ctx_src), tr.seq_src, std::max(st.pos_read(), 0), st.pos + st.n, st.cells)) {
         return fail_step(tr, LLAMA_RIDGE_ERR_STATE, format("source: %s", llama_ridge_last_error()));
     }
 
