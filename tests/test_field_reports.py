@@ -44,6 +44,7 @@ ROWS = {
     24: "a misspelt keyword is swallowed",
     25: "types of the cache, with and without flash attention",
     26: "quantised values without flash attention",
+    27: "a cache goes to a model that turns its keys in another way",
     28: "a feature is switched on and never active",
     29: "LoRA and control vectors under maps fitted without them",
     30: "embeddings and reranking",

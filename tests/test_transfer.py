@@ -286,9 +286,10 @@ def altered(file: Path, out: Path, **sides) -> Path:
     return out
 
 
+@pytest.mark.field_report(27, "llama-ridge-mapper.cpp", "if (!same(f.expected, f.found)) {", "if (false) {")
 @pytest.mark.parametrize("role", ["source", "target"])
 @pytest.mark.parametrize("field", ROPE_CHANGES)
-def test_another_rotation_is_refused_by_name(field, role, own, tmp_path):
+def test_field_report_27_another_rotation_is_refused_by_name(field, role, own, tmp_path):
     path, side, file = own
     other = dataclasses.replace(side, rope={**side.rope, **ROPE_CHANGES[field]})
     assert f"{role}: rope.{field}: expected" in refusal(path, altered(file, tmp_path / "m.gguf", **{role: other}))
@@ -386,10 +387,13 @@ def test_without_flash_attention_values_are_written_but_not_read(own):
             lib.Transfer(plain, pair.target, lib.Mapper(pair.target_model, pair.target_model, file), 0, N)
 
 
+@pytest.mark.field_report(
+    27, "llama-ridge-transfer.cpp", 'return status ? status : check_rotation(dst, mapper.rotation[GGML_RIDGE_TARGET], "target");', "return status;"
+)
 @pytest.mark.parametrize(
     "parameter, value, flag", [("rope_freq_base", 5e5, "rope-freq-base"), ("rope_freq_scale", 0.5, "rope-freq-scale"), ("yarn_attn_factor", 2.0, "yarn-attn-factor")]
 )  # fmt: skip
-def test_a_context_that_turns_its_keys_in_another_way_is_refused(parameter, value, flag, own, monkeypatch):
+def test_field_report_27_a_context_that_turns_its_keys_in_another_way_is_refused(parameter, value, flag, own, monkeypatch):
     path, _, file = own
     low, default = native.load(), native.load().llama_context_default_params
 
@@ -415,8 +419,9 @@ def test_contexts_of_other_models_are_refused(own):
             lib.Transfer(ctx, pair.target, mapper, 0, N)
 
 
+@pytest.mark.field_report(5, "llama-ridge-transfer.cpp", "    tr->remove();\n")
 @pytest.mark.parametrize("n_steps", [0, 1, 3])
-def test_a_cancelled_transfer_leaves_the_target_as_it_was(n_steps, ready):
+def test_field_report_5_a_cancelled_transfer_leaves_the_target_as_it_was(n_steps, ready):
     pair, mapper = ready
     before = states(pair.target)
     transfer = lib.Transfer(pair.source, pair.target, mapper, 4, N, n_step=20)
@@ -431,7 +436,7 @@ def test_a_cancelled_transfer_leaves_the_target_as_it_was(n_steps, ready):
     assert pair.target.seq_pos_max(0) == N - 1
 
 
-def test_a_source_that_loses_its_rows_meanwhile_ends_the_transfer(ready):
+def test_field_report_5_a_source_that_loses_its_rows_meanwhile_ends_the_transfer(ready):
     pair, mapper = ready
     before = states(pair.target)
     transfer = lib.Transfer(pair.source, pair.target, mapper, 4, N, n_step=20)
