@@ -29,17 +29,17 @@ static int32_t parse_rows(const std::string & value, int32_t least = 1) {
     return (int32_t) n;
 }
 
-static void set_maps(common_params & params, const std::string & value) {
+static std::string file_name(const std::string & value) {
     if (value.empty()) {
         throw bad_value("a file name", value);
     }
-    params.ridge.maps = value;
+    return value;
 }
 
 static void set_mode(common_params & params, const std::string & value) {
     params.ridge.mode = llama_ridge_mode_from_name(value.c_str());
     if (params.ridge.mode < 0) {
-        throw bad_value("off, plumb, identity, nofill or fill", value);
+        throw bad_value("off, plumb, identity, nofill, fill or transfer", value);
     }
 }
 
@@ -92,11 +92,19 @@ void common_ridge_add_args(const std::function<void(common_arg)> & add_opt) {
 
     add(common_arg({"--ridge-maps"}, "FILE",
         "file of ridge maps: most rows of a long prompt skip the upper layers, whose keys and values the maps predict "
-        "(default: none, every prompt runs exactly)", set_maps), "LLAMA_ARG_RIDGE_MAPS", all);
-    add(common_arg({"--ridge-mode"}, "{off,plumb,identity,nofill,fill}",
+        "(default: none, every prompt runs exactly)",
+        [](common_params & params, const std::string & value) { params.ridge.maps = file_name(value); }), "LLAMA_ARG_RIDGE_MAPS", all);
+    add(common_arg({"--kv-mapper"}, "FILE",
+        "mapper from the cache of --kv-source to that of --model: the smaller model runs long prompts, and this one answers over its "
+        "cache, mapped (default: none)",
+        [](common_params & params, const std::string & value) { params.ridge.mapper = file_name(value); }), "LLAMA_ARG_KV_MAPPER", server);
+    add(common_arg({"--kv-source"}, "FILE",
+        "model that runs long prompts in the place of --model, see --kv-mapper (default: none)",
+        [](common_params & params, const std::string & value) { params.ridge.source = file_name(value); }), "LLAMA_ARG_KV_SOURCE", server);
+    add(common_arg({"--ridge-mode"}, "{off,plumb,identity,nofill,fill,transfer}",
         "off: exact; plumb: both sweeps with every row exact; identity: predict by the split layer's state itself; "
-        "nofill: rows are invisible to the upper layers; fill: predict by the maps "
-        "(default: fill with --ridge-maps, else off; llama-bench takes several, separated by ',', and measures off,fill)", set_mode), "LLAMA_ARG_RIDGE_MODE", all);
+        "nofill: rows are invisible to the upper layers; fill: predict by the maps; transfer: rows come from the cache of --kv-source "
+        "(default: fill with --ridge-maps, transfer with --kv-mapper alone, else off; llama-bench takes several, separated by ',', and measures off,fill)", set_mode), "LLAMA_ARG_RIDGE_MODE", all);
     add(common_arg({"--ridge-tail"}, "N",
         "last rows of a prompt that always run exactly (default: what the file of maps recommends)",
         [](common_params & params, const std::string & value) { params.ridge.n_tail = parse_rows(value); }),
@@ -123,7 +131,10 @@ void common_ridge_add_args(const std::function<void(common_arg)> & add_opt) {
 }
 
 bool common_ridge_owns(const common_arg & arg) {
-    return !arg.args.empty() && std::strncmp(arg.args[0], "--ridge-", 8) == 0;
+    const auto begins = [&](const char * prefix) {
+        return std::strncmp(arg.args[0], prefix, std::strlen(prefix)) == 0;
+    };
+    return !arg.args.empty() && (begins("--ridge-") || begins("--kv-mapper") || begins("--kv-source"));
 }
 
 // A glance at the head of a file, where writers put adapter.type. Only for better messages: the loaders check properly.
@@ -159,7 +170,7 @@ static void refuse_with_maps(const common_params & params) {
     };
     for (const auto & it : flags) {
         if (it.given) {
-            throw std::invalid_argument(std::string("error: --ridge-maps cannot be used with ") + it.flag + ": " + it.why);
+            throw std::invalid_argument(std::string("error: --ridge-maps and --kv-mapper cannot be used with ") + it.flag + ": " + it.why);
         }
     }
 }
@@ -178,11 +189,18 @@ void common_ridge_validate(const common_params & params) {
     const auto & ridge = params.ridge;
     const bool random = ridge.rows == GGML_RIDGE_SELECT_RANDOM;
 
-    if (ridge.maps.empty() && ridge.mode > LLAMA_RIDGE_MODE_OFF) {
+    if (ridge.mapper.empty() != ridge.source.empty()) {
+        throw std::invalid_argument(std::string("error: --kv-mapper and --kv-source need each other, found only ") +
+                (ridge.source.empty() ? "--kv-mapper" : "--kv-source"));
+    }
+    if (ridge.mode == LLAMA_RIDGE_MODE_TRANSFER && ridge.mapper.empty()) {
+        throw std::invalid_argument("error: --ridge-mode transfer needs --kv-mapper FILE, found none");
+    }
+    if (ridge.maps.empty() && ridge.mode > LLAMA_RIDGE_MODE_OFF && ridge.mode < LLAMA_RIDGE_MODE_TRANSFER) {
         throw std::invalid_argument(std::string("error: --ridge-mode ") +
                 llama_ridge_mode_name((llama_ridge_mode) ridge.mode) + " needs --ridge-maps FILE, found none");
     }
-    if (!ridge.maps.empty()) {
+    if (!ridge.maps.empty() || !ridge.mapper.empty()) {
         refuse_with_maps(params);
     }
     if (random && ridge.budget == 0.0f) {
@@ -191,19 +209,19 @@ void common_ridge_validate(const common_params & params) {
     if (ridge.rows == GGML_RIDGE_SELECT_NONE && ridge.budget != 0.0f) {
         throw std::invalid_argument("error: --ridge-budget needs --ridge-rows: expected random or digits, found none");
     }
-    if (ridge.maps.empty()) {
-        const std::pair<const char *, bool> given[] = {
-            { "--ridge-tail",       ridge.n_tail       != 0                       },
-            { "--ridge-min-prompt", ridge.n_min_prompt >= 0                       },
-            { "--ridge-step-rows",  ridge.n_step       != 0                       },
-            { "--ridge-hazard",     ridge.allow_hazard                            },
-            { "--ridge-rows",       ridge.rows         != GGML_RIDGE_SELECT_NONE  },
-        };
-        for (const auto & flag : given) {
-            if (flag.second) {
-                throw std::invalid_argument(std::string("error: ") + flag.first + " needs --ridge-maps FILE, found none");
-            }
+    const std::pair<const char *, bool> of_prompts[] = {
+        { "--ridge-tail",       ridge.n_tail       != 0 },
+        { "--ridge-min-prompt", ridge.n_min_prompt >= 0 },
+        { "--ridge-step-rows",  ridge.n_step       != 0 },
+        { "--ridge-hazard",     ridge.allow_hazard      },
+    };
+    for (const auto & flag : of_prompts) {
+        if (flag.second && ridge.maps.empty() && ridge.mapper.empty()) {
+            throw std::invalid_argument(std::string("error: ") + flag.first + " needs --ridge-maps FILE, found none");
         }
+    }
+    if (ridge.rows != GGML_RIDGE_SELECT_NONE && ridge.maps.empty()) {
+        throw std::invalid_argument("error: --ridge-rows needs --ridge-maps FILE, found none");
     }
     if (ridge.seed != 0 && !random) {
         throw std::invalid_argument("error: --ridge-seed needs --ridge-rows random, found " + std::string(ggml_ridge_selector_name(ridge.rows)));

@@ -10,7 +10,7 @@ llama_ridge_mode common_ridge_mode(const common_ridge_params & params) {
     if (params.mode >= 0) {
         return (llama_ridge_mode) params.mode;
     }
-    return params.maps.empty() ? LLAMA_RIDGE_MODE_OFF : LLAMA_RIDGE_MODE_FILL;
+    return !params.maps.empty() ? LLAMA_RIDGE_MODE_FILL : !params.mapper.empty() ? LLAMA_RIDGE_MODE_TRANSFER : LLAMA_RIDGE_MODE_OFF;
 }
 
 int64_t common_ridge_min_prompt(const common_ridge_params & params, int32_t n_tail) {

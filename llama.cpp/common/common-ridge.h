@@ -8,6 +8,9 @@
 struct common_ridge_params {
     std::string maps; // path of the sidecar, empty: no maps
 
+    std::string mapper; // path of a mapper of another model's cache, empty: none
+    std::string source; // path of that model
+
     int32_t  mode         = -1;   // llama_ridge_mode, -1: fill if there are maps, else off
     int32_t  n_tail       = 0;    // last rows of a prompt that are always exact, 0: the sidecar's
     int32_t  n_min_prompt = -1;   // prompts with fewer new rows run exactly, -1: twice the tail

@@ -38,7 +38,7 @@ server_ridge_request server_ridge_request::parse(const common_json & body) {
         if (key == "mode") {
             res.mode = value.is_string() ? llama_ridge_mode_from_name(value.get<std::string>().c_str()) : -1;
             if (res.mode < 0) {
-                throw bad_field(".mode", "off, plumb, identity, nofill or fill", value);
+                throw bad_field(".mode", "off, plumb, identity, nofill, fill or transfer", value);
             }
         } else if (key == "tail") {
             res.n_tail = parse_rows(key, value, 1);

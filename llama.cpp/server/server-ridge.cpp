@@ -24,12 +24,18 @@ void server_ridge::init(llama_context * ctx, const common_params & params, bool 
     kv_unified = params.kv_unified;
     here       = {};
     adapter_hashes.clear();
-    no_maps_reason  = "";
-    no_maps_message = "";
-    no_fill_reason  = has_speculative                ? "speculative"    :
+    no_maps_reason    = "";
+    no_maps_message   = "";
+    no_mapper_reason  = "";
+    no_mapper_message = "";
+    no_fill_reason    = has_speculative                ? "speculative"    :
                       !params.control_vectors.empty() ? "control_vector" : "";
 
-    load_maps(params);
+    load_maps();
+    load_source(params);
+    if (loaded()) {
+        describe_here(params);
+    }
 
     const std::lock_guard<std::mutex> lock(mutex_props);
     props = describe();
@@ -44,7 +50,7 @@ static std::string content_of(const std::string & path) {
     }
 }
 
-void server_ridge::load_maps(const common_params & params) {
+void server_ridge::load_maps() {
     if (defaults.maps.empty()) {
         no_maps_reason = "no_maps";
         return;
@@ -61,15 +67,36 @@ void server_ridge::load_maps(const common_params & params) {
         no_maps_message = llama_ridge_last_error(); // in the log already
         return;
     }
-    const llama_ridge_params usual = request_params({});
+    const llama_ridge_params usual = request_params({}, mode_of({}));
     SRV_INF("ridge: maps loaded: kind %s, split %d, tail %d, mode %s, sha256 %.12s\n", llama_ridge_maps_kind(maps),
             usual.split, usual.n_tail, llama_ridge_mode_name(usual.mode), llama_ridge_maps_hash(maps));
+}
+
+void server_ridge::load_source(const common_params & params) {
+    if (defaults.mapper.empty()) {
+        no_mapper_reason = "no_mapper";
+        return;
+    }
+    source = server_ridge_source::load(ctx, params, no_mapper_message);
+    if (!source) {
+        no_mapper_reason = "mapper_refused";
+        SRV_WRN("ridge: no prompt is run by another model: %s\n", no_mapper_message.c_str());
+        return;
+    }
+    const llama_ridge_params usual = request_params({}, LLAMA_RIDGE_MODE_TRANSFER);
+    SRV_INF("ridge: mapper loaded: source '%s', first rows %d, tail %d, sha256 %.12s\n", defaults.source.c_str(),
+            usual.n_sink, usual.n_tail, llama_ridge_mapper_hash(source->get_mapper()));
+}
+
+// what rows of this server depend on, beside maps and mapper
+void server_ridge::describe_here(const common_params & params) {
     if (!no_fill_reason.empty()) {
         SRV_WRN("ridge: every prompt runs exactly (%s): the maps were fitted without it\n", no_fill_reason.c_str());
     }
     for (const auto & lora : params.lora_adapters) {
         adapter_hashes.push_back(content_of(lora.path));
     }
+    const int32_t split = maps ? llama_ridge_maps_split(maps) : llama_model_n_layer(llama_get_model(ctx))/2;
     // in two calls: the length of the text, the text
     const auto text_of = [](const std::function<int32_t(char *, size_t)> & print) {
         std::string text(print(nullptr, 0) + 1, '\0');
@@ -77,7 +104,7 @@ void server_ridge::load_maps(const common_params & params) {
         text.pop_back();
         return text;
     };
-    here.model = json::parse_no_throw(text_of([&](char * buf, size_t size) { return llama_ridge_model_fingerprint(llama_get_model(ctx), usual.split, buf, size); }));
+    here.model = json::parse_no_throw(text_of([&](char * buf, size_t size) { return llama_ridge_model_fingerprint(llama_get_model(ctx), split, buf, size); }));
     here.cache = text_of([&](char * buf, size_t size) { return llama_ridge_cache_layout(ctx, buf, size); });
     for (const auto & vector : params.control_vectors) {
         here.cache += string_format(";control_vector=%s*%g", content_of(vector.fname).c_str(), vector.strength);
@@ -85,15 +112,13 @@ void server_ridge::load_maps(const common_params & params) {
 }
 
 void server_ridge::reset() {
-    for (auto & it : jobs) {
-        llama_ridge_prefill_free(it.second.prefill);
-    }
     jobs.clear();
     working.clear();
     id_last = -1;
 
     llama_ridge_maps_free(maps);
     maps = nullptr;
+    source.reset();
 }
 
 void server_ridge::add_to(json & res) const {
@@ -103,11 +128,38 @@ void server_ridge::add_to(json & res) const {
     }
 }
 
+json server_ridge::describe_transfer() const {
+    json res = json::object();
+    res["mapper"] = defaults.mapper;
+    res["source"] = defaults.source;
+    res["loaded"] = source != nullptr;
+    if (!source) {
+        res["reason"]  = no_mapper_reason;
+        res["message"] = no_mapper_message;
+        return res;
+    }
+    const llama_ridge_params params = request_params({}, LLAMA_RIDGE_MODE_TRANSFER);
+    res["reason"]     = no_fill_reason.empty() ? json(nullptr) : json(no_fill_reason);
+    res["hash"]       = llama_ridge_mapper_hash(source->get_mapper());
+    res["size"]       = llama_ridge_mapper_size(source->get_mapper());
+    res["sink"]       = params.n_sink;
+    res["tail"]       = params.n_tail;
+    res["min_prompt"] = common_ridge_min_prompt(defaults, params.n_tail);
+    return res;
+}
+
 json server_ridge::describe() const {
-    if (defaults.maps.empty()) {
+    if (!asked()) {
         return nullptr;
     }
     json res = json::object();
+    if (!defaults.mapper.empty()) {
+        res["transfer"] = describe_transfer();
+    }
+    if (defaults.maps.empty()) {
+        res["mode"] = llama_ridge_mode_name(mode_of({}));
+        return res;
+    }
     res["maps"]       = defaults.maps;
     res["loaded"]     = maps != nullptr;
     res["mode"]       = llama_ridge_mode_name(mode_of({}));
@@ -119,7 +171,7 @@ json server_ridge::describe() const {
         res["message"] = no_maps_message;
         return res;
     }
-    const llama_ridge_params params = request_params({});
+    const llama_ridge_params params = request_params({}, LLAMA_RIDGE_MODE_FILL);
     res["reason"]     = no_fill_reason.empty() ? json(nullptr) : json(no_fill_reason);
     res["hash"]       = llama_ridge_maps_hash(maps);
     res["kind"]       = llama_ridge_maps_kind(maps);
@@ -141,20 +193,31 @@ llama_ridge_mode server_ridge::mode_of(const server_ridge_request & request) con
     return request.mode >= 0 ? (llama_ridge_mode) request.mode : common_ridge_mode(defaults);
 }
 
-// with maps only: split and sink rows are theirs
-llama_ridge_params server_ridge::request_params(const server_ridge_request & request) const {
+// where can(mode): split and sink rows are those of the maps or the mapper
+llama_ridge_params server_ridge::request_params(const server_ridge_request & request, llama_ridge_mode mode) const {
+    const bool transfer = mode == LLAMA_RIDGE_MODE_TRANSFER;
+
     llama_ridge_params res = llama_ridge_default_params();
-    res.mode   = mode_of(request);
-    res.split  = llama_ridge_maps_split (maps);
-    res.n_sink = llama_ridge_maps_n_sink(maps);
+    res.mode   = mode;
+    res.split  = transfer ? -1 : llama_ridge_maps_split(maps);
+    res.n_sink = transfer ? llama_ridge_mapper_n_sink(source->get_mapper()) : llama_ridge_maps_n_sink(maps);
     res.n_step = defaults.n_step;
     res.n_tail = request.n_tail  > 0 ? request.n_tail  :
-                 defaults.n_tail > 0 ? defaults.n_tail : llama_ridge_maps_n_tail(maps);
+                 defaults.n_tail > 0 ? defaults.n_tail :
+                 transfer ? llama_ridge_mapper_n_tail(source->get_mapper()) : llama_ridge_maps_n_tail(maps);
     return res;
+}
+
+// first rows of a sequence that no way of filling touches
+int32_t server_ridge::n_sink() const {
+    return std::max(maps ? llama_ridge_maps_n_sink(maps) : 0, source ? llama_ridge_mapper_n_sink(source->get_mapper()) : 0);
 }
 
 // what two fills must have in common for their cells to be of one kind: content, never a file name
 std::string server_ridge::provenance(llama_ridge_mode mode) const {
+    if (mode == LLAMA_RIDGE_MODE_TRANSFER) {
+        return string_format("%s/%s", llama_ridge_mapper_hash(source->get_mapper()), llama_ridge_mode_name(mode));
+    }
     return string_format("%s/%s/%s/%d", llama_ridge_maps_hash(maps), llama_ridge_maps_kind(maps),
             llama_ridge_mode_name(mode), llama_ridge_maps_split(maps));
 }
@@ -164,8 +227,9 @@ std::string server_ridge::reason_for_exact(const server_task & task, const std::
     if (mode == LLAMA_RIDGE_MODE_OFF) {
         return "off";
     }
-    if (!no_maps_reason.empty()) {
-        return no_maps_reason;
+    const std::string & nothing_loaded = mode == LLAMA_RIDGE_MODE_TRANSFER ? no_mapper_reason : no_maps_reason;
+    if (!nothing_loaded.empty()) {
+        return nothing_loaded;
     }
     if (!task.need_sampling()) {
         return "embedding";
@@ -197,7 +261,7 @@ server_ridge_want server_ridge::wanted(const server_task & task, const std::vect
     const llama_ridge_mode mode = mode_of(task.params.ridge);
     const bool pure_only = mode == LLAMA_RIDGE_MODE_PLUMB || !reason_for_exact(task, lora, mode).empty();
 
-    return { maps ? adapters_key(lora) : "", pure_only ? "" : provenance(mode) };
+    return { loaded() ? adapters_key(lora) : "", pure_only ? "" : provenance(mode) };
 }
 
 int32_t server_ridge::plan(int32_t id_slot, const server_task & task, const std::vector<common_adapter_lora_info> & lora,
@@ -212,14 +276,14 @@ int32_t server_ridge::plan(int32_t id_slot, const server_task & task, const std:
     working.insert(id_slot);
 
     server_ridge_stats & res = stats.ridge;
-    res.report = request.given || !defaults.maps.empty();
+    res.report = request.given || asked();
     metrics->ridge.n_seen += res.report;
     res.mode   = llama_ridge_mode_name(mode);
     res.reason = reason_for_exact(task, lora, mode);
 
     llama_ridge_params params = {};
-    if (maps) {
-        params = request_params(request);
+    if (can(mode)) {
+        params = request_params(request, mode);
         res.split  = params.split;
         res.n_tail = params.n_tail;
     }
@@ -234,7 +298,7 @@ int32_t server_ridge::plan(int32_t id_slot, const server_task & task, const std:
         }
     }
     // a handful of sink rows is not worth it: without them the prompt is cut where a cold run cuts it
-    if (n_past < n_common && n_past <= params.n_sink) {
+    if (n_past < n_common && n_past <= n_sink()) {
         n_past = 0;
     }
 
@@ -272,19 +336,23 @@ int32_t server_ridge::plan(int32_t id_slot, const server_task & task, const std:
 
 int32_t server_ridge::begin(int32_t id_slot, job & j) {
     std::vector<llama_token> tokens;
-    for (int32_t i = j.n_past; i < j.task->n_tokens(); i++) {
+    for (int32_t i = 0; i < j.task->n_tokens(); i++) {
         tokens.push_back(j.task->tokens[i]);
     }
-    const std::vector<int32_t> rows = common_ridge_select_rows(defaults, ctx, tokens,
-            std::max(0, j.params.n_sink - j.n_past), (int32_t) tokens.size() - j.params.n_tail);
-
     // another slot's adapter may be set
     common_set_adapter_lora(ctx, j.lora);
 
+    if (j.params.mode == LLAMA_RIDGE_MODE_TRANSFER) {
+        return source->begin(ctx, id_slot, tokens, j.n_past, j.params.n_tail, j.params.n_step, j.work);
+    }
+    tokens.erase(tokens.begin(), tokens.begin() + j.n_past);
+
+    const std::vector<int32_t> rows = common_ridge_select_rows(defaults, ctx, tokens,
+            std::max(0, j.params.n_sink - j.n_past), (int32_t) tokens.size() - j.params.n_tail);
+
     int32_t status;
     do {
-        status = llama_ridge_prefill_begin(ctx, maps, j.params, id_slot, j.n_past,
-                tokens.data(), tokens.size(), rows.data(), rows.size(), &j.prefill);
+        status = server_ridge_begin_prefill(ctx, maps, j.params, id_slot, j.n_past, tokens, rows, j.work);
     } while (status == LLAMA_RIDGE_ERR_NO_SPACE && server.free_space());
     return status;
 }
@@ -305,7 +373,7 @@ bool server_ridge::start(int32_t id_slot) {
         run_exactly(id_slot, j, status);
         return false;
     }
-    if (j.params.mode != LLAMA_RIDGE_MODE_PLUMB && llama_ridge_prefill_get_stats(j.prefill).n_filled == 0) {
+    if (j.params.mode != LLAMA_RIDGE_MODE_PLUMB && j.work->stats().n_filled == 0) {
         skip(id_slot, j, "short"); // no row before the tail but sinks and chosen ones
         return false;
     }
@@ -314,7 +382,7 @@ bool server_ridge::start(int32_t id_slot) {
 
 bool server_ridge::is_active(int32_t id_slot) const {
     const auto it = jobs.find(id_slot);
-    return it != jobs.end() && it->second.prefill;
+    return it != jobs.end() && it->second.work;
 }
 
 int32_t server_ridge::n_progress(int32_t id_slot) const {
@@ -322,7 +390,7 @@ int32_t server_ridge::n_progress(int32_t id_slot) const {
         return 0;
     }
     // the rows pass twice: count steps, not rows
-    const auto stats = llama_ridge_prefill_get_stats(jobs.at(id_slot).prefill);
+    const auto stats = jobs.at(id_slot).work->stats();
     return stats.n_steps > 0 ? (int64_t) stats.n_done*stats.i_step/stats.n_steps : 0;
 }
 
@@ -337,7 +405,7 @@ void server_ridge::step(server_queue & queue, const std::function<void(int32_t i
     const int32_t id_slot = it->first;
     job & j = it->second;
     id_last = id_slot;
-    if (!j.prefill) {
+    if (!j.work) {
         return; // planned only
     }
 
@@ -345,7 +413,7 @@ void server_ridge::step(server_queue & queue, const std::function<void(int32_t i
     int32_t status = LLAMA_RIDGE_ERR_COMPUTE;
     try {
         queue.yield_to_queue([&]() {
-            status = llama_ridge_prefill_step(j.prefill);
+            status = j.work->step();
         });
     } catch (const std::exception & e) {
         // from a task that was answered meanwhile; the step itself does not throw
@@ -355,12 +423,11 @@ void server_ridge::step(server_queue & queue, const std::function<void(int32_t i
     j.stats->update_prompt_last();
 
     if (status == LLAMA_RIDGE_ERR_NO_SPACE && server.free_space()) {
-        llama_ridge_prefill_free(j.prefill); // its rows are gone: once more from the start
-        j.prefill = nullptr;
+        j.work.reset(); // its rows are gone: once more from the start
         status = begin(id_slot, j);
     }
     if (status == LLAMA_RIDGE_ERR_NO_SPACE) {
-        end_slot(id_slot, j, llama_ridge_last_error());
+        end_slot(id_slot, j, j.work ? j.work->error() : llama_ridge_last_error());
         return;
     }
     if (status == LLAMA_RIDGE_DONE && !has_room_at_end(id_slot, j)) {
@@ -382,7 +449,7 @@ void server_ridge::step(server_queue & queue, const std::function<void(int32_t i
 // The last rows come in one batch with the next row of every other slot. One that does not fit would end them all.
 bool server_ridge::has_room_at_end(int32_t id_slot, const job & j) const {
     const int32_t n_others = kv_unified ? working.size() - jobs.size() : 0; // those that do not fill
-    const int32_t n_need   = j.task->n_tokens() - j.n_past - llama_ridge_prefill_n_done(j.prefill) + n_others;
+    const int32_t n_need   = j.task->n_tokens() - j.n_past - j.work->stats().n_done + n_others;
 
     bool has_room;
     do {
@@ -393,16 +460,13 @@ bool server_ridge::has_room_at_end(int32_t id_slot, const job & j) const {
 
 // the rows are in the cache: enter them in the slot's prompt. Frees j.
 void server_ridge::finish(int32_t id_slot, job & j) {
-    const auto    stats  = llama_ridge_prefill_get_stats(j.prefill);
-    const int32_t n_done = llama_ridge_prefill_n_done(j.prefill);
-
-    std::vector<int32_t> filled(stats.n_filled);
-    llama_ridge_prefill_filled(j.prefill, filled.data(), filled.size());
+    const auto    stats  = j.work->stats();
+    const int32_t n_done = stats.n_done;
 
     for (int32_t i = 0; i < n_done; i++) {
         j.prompt->tokens.push_back(j.task->tokens[j.n_past + i]);
     }
-    j.prompt->ridge.add(provenance(j.params.mode), j.params.mode != LLAMA_RIDGE_MODE_NOFILL, j.n_past, filled);
+    j.prompt->ridge.add(provenance(j.params.mode), j.params.mode != LLAMA_RIDGE_MODE_NOFILL, j.n_past, j.work->filled());
 
     j.stats->n_prompt_processed += n_done;
     metrics->add_prompt(n_done, stats.t_lower_us + stats.t_upper_us);
@@ -414,13 +478,12 @@ void server_ridge::finish(int32_t id_slot, job & j) {
     res.t_upper_us = stats.t_upper_us;
     report(id_slot, *j.task, res);
 
-    llama_ridge_prefill_free(j.prefill);
     jobs.erase(id_slot);
 }
 
 // the prefill could not begin, or failed and took its rows out of the cache: the ordinary path goes on from n_past. Frees j.
 void server_ridge::run_exactly(int32_t id_slot, job & j, int32_t status) {
-    RDG_LOG(LOG_WRN, id_slot, j.task->id, "the prompt runs exactly: %s\n", llama_ridge_last_error());
+    RDG_LOG(LOG_WRN, id_slot, j.task->id, "the prompt runs exactly: %s\n", j.work ? j.work->error().c_str() : llama_ridge_last_error());
     const char * reason = status == LLAMA_RIDGE_ERR_NO_MEMORY   ? "no_memory"   :
                           status == LLAMA_RIDGE_ERR_UNSUPPORTED ? "unsupported" : "error";
     skip(id_slot, j, reason);
@@ -438,7 +501,6 @@ void server_ridge::skip(int32_t id_slot, job & j, const char * reason) {
     j.stats->ridge.reason = reason;
     report(id_slot, *j.task, j.stats->ridge);
 
-    llama_ridge_prefill_free(j.prefill);
     jobs.erase(id_slot);
 }
 
@@ -450,13 +512,12 @@ void server_ridge::stop(int32_t id_slot) {
         return;
     }
     const job & j = it->second;
-    if (j.prefill) {
-        const auto stats = llama_ridge_prefill_get_stats(j.prefill);
+    if (j.work) {
+        const auto stats = j.work->stats();
         RDG_LOG(LOG_INF, id_slot, j.task->id, "cancelled after step %d of %d (sweep 1: %d)\n",
                 stats.i_step, stats.n_steps, stats.n_steps_lower);
-        llama_ridge_prefill_free(j.prefill); // takes the rows out of the cache
     }
-    jobs.erase(it);
+    jobs.erase(it); // takes the rows out of the cache
     metrics->ridge.count_cancelled();
 }
 
@@ -464,7 +525,7 @@ bool server_ridge::give_way() {
     job * last = nullptr;
     int32_t id_slot = -1;
     for (auto & it : jobs) {
-        if (it.second.prefill && (!last || it.second.task->id > last->task->id)) {
+        if (it.second.work && (!last || it.second.task->id > last->task->id)) {
             last    = &it.second;
             id_slot = it.first;
         }
@@ -493,7 +554,7 @@ void server_ridge::check_save(const server_prompt & prompt) const {
 }
 
 bool server_ridge::add_record(const std::string & path, const server_prompt & prompt) const {
-    if (!maps) {
+    if (!loaded()) {
         return true;
     }
     try {
@@ -510,12 +571,12 @@ bool server_ridge::add_record(const std::string & path, const server_prompt & pr
 }
 
 server_ridge::slot_rows server_ridge::check_restore(const std::string & path, int32_t id_slot, int32_t n_ctx) const {
-    if (!maps && !std::ifstream(path)) {
+    if (!loaded() && !std::ifstream(path)) {
         return {}; // upstream has words for that
     }
     try {
         const auto file = server_ridge_slot_file::read(path);
-        if (!maps) {
+        if (!loaded()) {
             const bool filled = file && file->cells.has_filled();
             return { filled ? "its rows were filled: expected a server with the maps " + file->cells.made_by() + ", found one without" : "", {} };
         }
@@ -525,8 +586,14 @@ server_ridge::slot_rows server_ridge::check_restore(const std::string & path, in
         file->check_made_as(here);
 
         const std::string & made_by = file->cells.made_by();
-        if (file->cells.has_filled() && made_by != provenance(LLAMA_RIDGE_MODE_FILL) && made_by != provenance(LLAMA_RIDGE_MODE_IDENTITY)) {
-            throw std::runtime_error("its rows were filled with other maps: expected " + provenance(LLAMA_RIDGE_MODE_FILL) + ", found " + made_by);
+        std::vector<std::string> known;
+        for (const auto mode : { LLAMA_RIDGE_MODE_FILL, LLAMA_RIDGE_MODE_IDENTITY, LLAMA_RIDGE_MODE_TRANSFER }) {
+            if (can(mode)) {
+                known.push_back(provenance(mode));
+            }
+        }
+        if (file->cells.has_filled() && std::find(known.begin(), known.end(), made_by) == known.end()) {
+            throw std::runtime_error("its rows were filled with other maps: expected " + known[0] + ", found " + made_by);
         }
         const int32_t n_max = std::min(n_ctx, llama_ridge_n_free(ctx, id_slot, true));
         if (file->n_tokens > n_max) {

@@ -13,6 +13,7 @@
 
 #include "server-queue.h"
 #include "server-ridge-slot-file.h"
+#include "server-ridge-source.h"
 #include "server-task.h"
 
 #include "llama-ridge.h"
@@ -98,7 +99,7 @@ class server_ridge {
         llama_ridge_params params = {};
         int32_t            n_past = 0;
 
-        llama_ridge_prefill * prefill = nullptr; // from start() on
+        std::unique_ptr<server_ridge_work> work; // from start() on
     };
 
     llama_context    * ctx     = nullptr;
@@ -106,17 +107,21 @@ class server_ridge {
     server_metrics   * metrics = nullptr;
     hooks              server;
 
+    std::unique_ptr<server_ridge_source> source; // of mode transfer
+
     common_ridge_params defaults;
 
     std::string no_maps_reason;   // why no prompt of this server is filled, empty if maps are loaded
     std::string no_maps_message;  // the same for people
-    std::string no_fill_reason;   // why no prompt is filled although maps are loaded
+    std::string no_mapper_reason;  // the same of mode transfer
+    std::string no_mapper_message;
+    std::string no_fill_reason;   // why no prompt is filled although maps or a mapper are loaded
 
-    std::vector<std::string> adapter_hashes; // of the content of each LoRA adapter of the server, if maps are loaded
-    server_ridge_slot_file   here;           // model and cache, if maps are loaded
+    std::vector<std::string> adapter_hashes; // of the content of each LoRA adapter of the server, if anything is loaded
+    server_ridge_slot_file   here;           // model and cache, if anything is loaded
 
     mutable std::mutex mutex_props;
-    json               props;     // null if no maps were asked for
+    json               props;     // null if nothing was asked for
 
     bool              kv_unified = false;
     std::set<int32_t> working;    // slots between plan() and stop()
@@ -124,13 +129,21 @@ class server_ridge {
     std::map<int32_t, job> jobs;  // by slot
     int32_t id_last = -1;         // slot of the last step
 
-    void load_maps(const common_params & params);
-    json describe() const;
+    bool asked () const { return !defaults.maps.empty() || !defaults.mapper.empty(); }
+    bool loaded() const { return maps || source; }
+    bool can(llama_ridge_mode mode) const { return mode == LLAMA_RIDGE_MODE_TRANSFER ? source != nullptr : maps != nullptr; }
+
+    void load_maps    ();
+    void load_source  (const common_params & params);
+    void describe_here(const common_params & params);
+    json describe         () const;
+    json describe_transfer() const;
 
     llama_ridge_mode   mode_of(const server_ridge_request & request) const;
     std::string        adapters_key(const std::vector<common_adapter_lora_info> & lora) const;
-    llama_ridge_params request_params(const server_ridge_request & request) const;
+    llama_ridge_params request_params(const server_ridge_request & request, llama_ridge_mode mode) const;
     std::string        provenance(llama_ridge_mode mode) const;
+    int32_t            n_sink() const;
 
     std::string reason_for_exact(const server_task & task, const std::vector<common_adapter_lora_info> & lora, llama_ridge_mode mode) const;
 

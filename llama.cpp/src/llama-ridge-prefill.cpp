@@ -241,7 +241,7 @@ bool any_nofill(llama_kv_cache & kv) {
 int32_t check_params(llama_context & ctx, const llama_ridge_maps * maps, llama_ridge_params & p) {
     const int32_t n_layer = ctx.get_model().hparams.n_layer();
 
-    if (llama_ridge_mode_name(p.mode) == nullptr || p.mode == LLAMA_RIDGE_MODE_OFF) {
+    if (llama_ridge_mode_name(p.mode) == nullptr || p.mode == LLAMA_RIDGE_MODE_OFF || p.mode == LLAMA_RIDGE_MODE_TRANSFER) {
         return llama_ridge_fail(LLAMA_RIDGE_ERR_ARGUMENT, "mode: expected plumb, identity, nofill or fill, found %d", p.mode);
     }
     if (p.mode == LLAMA_RIDGE_MODE_FILL && maps == nullptr) {

@@ -35,14 +35,14 @@ const char * llama_ridge_last_error(void) {
     return g_last_error.c_str();
 }
 
-static const char * const MODE_NAMES[] = { "off", "plumb", "identity", "nofill", "fill" };
+static const char * const MODE_NAMES[] = { "off", "plumb", "identity", "nofill", "fill", "transfer" };
 
 const char * llama_ridge_mode_name(enum llama_ridge_mode mode) {
-    return mode >= LLAMA_RIDGE_MODE_OFF && mode <= LLAMA_RIDGE_MODE_FILL ? MODE_NAMES[mode] : nullptr;
+    return mode >= LLAMA_RIDGE_MODE_OFF && mode <= LLAMA_RIDGE_MODE_TRANSFER ? MODE_NAMES[mode] : nullptr;
 }
 
 int32_t llama_ridge_mode_from_name(const char * name) {
-    for (int i = 0; name && i <= LLAMA_RIDGE_MODE_FILL; ++i) {
+    for (int i = 0; name && i <= LLAMA_RIDGE_MODE_TRANSFER; ++i) {
         if (strcmp(name, MODE_NAMES[i]) == 0) {
             return i;
         }

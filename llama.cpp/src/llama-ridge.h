@@ -50,6 +50,7 @@ extern "C" {
         LLAMA_RIDGE_MODE_IDENTITY = 2, // layer input predicted by the split state itself (POP's fill)
         LLAMA_RIDGE_MODE_NOFILL   = 3, // filled rows are invisible to layers S..L-1, while generating too
         LLAMA_RIDGE_MODE_FILL     = 4, // layer input predicted by the maps of the sidecar
+        LLAMA_RIDGE_MODE_TRANSFER = 5, // not of a prefill: rows come from another model's cache, see llama_ridge_transfer_begin()
     };
 
     struct llama_ridge_params {
@@ -75,7 +76,7 @@ extern "C" {
 
     LLAMA_API struct llama_ridge_params llama_ridge_default_params(void);
 
-    // "off", "plumb", "identity", "nofill", "fill"; NULL / -1 for an unknown one
+    // "off", "plumb", "identity", "nofill", "fill", "transfer"; NULL / -1 for an unknown one
     LLAMA_API const char * llama_ridge_mode_name(enum llama_ridge_mode mode);
     LLAMA_API int32_t      llama_ridge_mode_from_name(const char * name);
 
