@@ -100,6 +100,17 @@ def test_no_two_items_share_a_sentence_of_the_text(task):
     assert len(holders) > 50 * (task not in tasks.BLOCKS) and set(holders.values()) == {1}
 
 
+@pytest.mark.parametrize("at", range(4))
+def test_a_word_that_is_too_long_for_the_end_of_a_prompt_is_passed_over(at):
+    """Words of 60 tokens, such as addresses, where the prompt fills up."""
+    model, long = Pieces(), "x" * 240
+    filler = [("d", f"{long} Some words stand here {i}." if i % 4 == at else f"A few words that are short {i}.", 8) for i in range(200)]
+    dealt = prompts.deal([(d, s, len(model.tokenize(" " + s))) for d, s, _ in filler], 1200, 0, "x")[0]
+    for n_rows in range(600, 640):
+        tokens = prompts.compose(model, prompts.Form("Read.", "What?"), dealt, [(0.5, "Here it is.")], n_rows, 100, 4, n_rows)
+        assert n_rows - prompts.SLACK <= len(tokens) <= n_rows
+
+
 def test_a_chat_and_a_plain_prompt_differ_in_what_stands_around_them():
     chat, plain = (text_of("bytes", items("bytes", "single", 1, 1, chat=c)[0].tokens) for c in (True, False))
     assert chat.endswith("<assistant>") and "<assistant>" not in plain and plain.endswith("\nAnswer:")

@@ -90,11 +90,17 @@ def compose(
     def with_words(n: int) -> list[int]:
         return form.tokens(model, [*before, " ".join(words[:n])])
 
-    low, high = 0, len(words)
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if len(with_words(middle)) <= n_rows else (low, middle - 1)
-    return with_words(low)
+    def most() -> int:
+        low, high = 0, len(words)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if len(with_words(middle)) <= n_rows else (low, middle - 1)
+        return low
+
+    # a word of so many tokens that it alone leaves the prompt short makes room for the next one
+    while len(with_words(n := most())) < n_rows - SLACK and n < len(words):
+        del words[n]
+    return with_words(n)
 
 
 def rows_of(pieces: Sequence[bytes], text: str) -> tuple[int, int]:
