@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "python"))
 
-from ridgefill.evaluation import Arm, page, splices, study
+from ridgefill.evaluation import Arm, page, splices, stats, study, tasks
 
 STUDY, PAGE = ROOT / "results" / "study", ROOT / "docs" / "RESULTS.md"
 HEAD = """# What fills cost: results
@@ -21,6 +21,7 @@ HEAD = """# What fills cost: results
 Made by `scripts/study.sh` and written by `scripts/results_tables.py`; do not edit. What arms, columns and tasks are, and how intervals
 and p-values come about: [EVALUATE.md](EVALUATE.md).
 """
+WITH_NORM, WITHOUT = "pico-qwen3-s", "pico-llama"  # of as many layers, looking facts up in the same one, with the same tokenizer
 KEPT = 0.95  # share of exact's hits from which on recall is said to be back
 # What another implementation, in PyTorch, measured with SmolLM2 on other text of its own: loss over exact, nats, and the difference
 # within which this one was expected
@@ -83,6 +84,57 @@ def beside(summary: dict) -> str:
     return text + markdown(["arm", "here", "there", "within"], rows)
 
 
+def chosen_rows(results: dict[str, dict]) -> str:
+    """What a tenth of the filled rows does that is chosen by attention, over random rows and over a longer tail: every model and set."""
+    rows = []
+    for name, result in results.items():
+        for what in (w for w in result["sets"] if w != splices.NAME):
+            pairs = {(p["a"], p["b"]): p for p in result[what]["pairs"]}
+            for a in dict.fromkeys(a for a, _ in pairs if "+attention" in a):
+                row = [name, what, a.split("+")[0]]
+                for other in ("random", "tail"):
+                    p = pairs[a, a.replace("+attention", f"+{other}")]
+                    row += [page.written(p["share"] if "share" in p else p["loss"], "+.3f"), f"{p['p_holm']:.2g}"]
+                rows.append(row)
+    if not rows:
+        return ""
+    head = ["model", "set", "rows chosen in", "over random rows", "p", "over a longer tail", "p"]
+    return (
+        "\n## Rows chosen by attention\n\nA tenth of the filled rows runs exactly. Of tasks the difference in the share of hits (more is "
+        "better), of the loss that in nats (less is better).\n\n" + markdown(head, rows)
+    )
+
+
+def head_norm(results: dict[str, dict]) -> str:
+    """Hits of the two small models that differ in the norm on Q and K, on the same prompts."""
+    if not {WITH_NORM, WITHOUT} <= results.keys():
+        return ""
+    rows = []
+    for what in (w for w in results[WITHOUT]["sets"] if w in tasks.TASKS):
+        hits = [_hits(results[name][what]["items"]) for name in (WITH_NORM, WITHOUT)]
+        for arm in (a for a in hits[0] if a in hits[1] and a != "noise" and Arm.parse(a).rows == "none"):
+            with_norm, without = (h[arm] for h in hits)
+            if with_norm.keys() != without.keys():
+                raise SystemExit(f"results_tables: expected the same prompts of {what} for {WITH_NORM} and {WITHOUT}, found others")
+            x, y = ([h[item] for item in with_norm] for h in (with_norm, without))
+            shares = [page.written(stats.share(sum(h), len(h)).as_dict(), ".3f") for h in (x, y)]
+            rows.append([what, f"`{arm}`", *shares, page.written(stats.share_difference(x, y).as_dict(), "+.3f"), str(len(x))])
+    head = ["task", "arm", WITH_NORM, WITHOUT, "difference", "n"]
+    return (
+        f"\n## A norm on Q and K\n\n{WITH_NORM} has it, {WITHOUT} has not. The paper says that with it shallow splits work. The same prompts "
+        "for both; compare each arm with `exact` of its model, since the models differ in more than the norm (width, heads, how well they "
+        "recall).\n\n" + markdown(head, rows)
+    )
+
+
+def _hits(items: list[dict]) -> dict[str, dict[tuple, bool]]:
+    """By arm and prompt."""
+    out: dict[str, dict[tuple, bool]] = {}
+    for i in items:
+        out.setdefault(i["arm"], {})[i["seed"], i["document"], i["value"]] = i["hit"]
+    return out
+
+
 def section(name: str, result: dict) -> str:
     s, m = result["settings"], result["machine"]
     sizes = {
@@ -103,8 +155,10 @@ def section(name: str, result: dict) -> str:
 
 def render(folder: Path) -> str:
     """The page for the results in a folder, in the order of their names."""
-    sections = [section(p.stem, json.loads(p.read_text())) for p in sorted(folder.glob("*.json"), key=lambda p: p.stem)]
-    return HEAD + ("".join(sections) or "\nNothing is measured yet.\n")
+    results = {p.stem: json.loads(p.read_text()) for p in sorted(folder.glob("*.json"), key=lambda p: p.stem)}
+    across = head_norm(results) + chosen_rows(results)
+    sections = [section(name, result) for name, result in results.items()]
+    return HEAD + (across + "".join(sections) or "\nNothing is measured yet.\n")
 
 
 def main(folder: Path = STUDY, out: Path = PAGE) -> None:

@@ -81,8 +81,8 @@ smollm2() {
     calibrate "$model" smollm2 --split 15 --split 18 --split 19 --kind input --kind kv --kind kv_prev --n-tokens 110000
     for m in s15.input s15.kv s15.kv_prev s18.kv s18.kv_prev s19.input; do maps+=(--maps "$work/smollm2.$m.gguf"); done
     arms+=,$(arms_of 15 input kv kv_prev),$(rows_of fill-S15:kv),fill-S18:kv,fill-S18:kv_prev,identity-S19,fill-S19:input
-    evaluate "$model" smollm2 "${maps[@]}" --sets loss,single,passwords --arms "$arms" --documents 20 --prefix 2048 --tail 256 --scored 256 \
-        --items 48 --rows 1024 --item-tail 128
+    evaluate "$model" smollm2 "${maps[@]}" --sets loss,single --arms "$arms" --documents 20 --prefix 2048 --tail 256 --scored 256 \
+        --decode 24 --items 48 --rows 1024 --item-tail 128
     evaluate "$model" smollm2-splices --maps "$work/smollm2.s15.kv.gguf" --sets splices --items 12 --rows 768 --item-tail 96
 }
 
@@ -92,16 +92,19 @@ pico() { # NAME
     # every split with a layer above it, from the second on
     splits=$("$bin/python" -c 'import sys; from ridgefill.model_file import ModelFile as M; m = M(sys.argv[1])
 print(*range(2, m.get(m.get("general.architecture") + ".block_count") - 1))' "$model")
-    local shallow=${splits%% *} sizes=(--documents 20 --prefix 512 --tail 96 --scored 128 --items 200 --rows 512 --item-tail 96)
+    local all=($splits)
+    local shallow=${all[0]} middle=" ${all[*]:$((${#all[@]} / 2)):2} " # the two in the middle, where a choice of rows can make a difference
+    local sizes=(--documents 20 --prefix 512 --tail 96 --scored 128 --decode 24 --items 120 --rows 512 --item-tail 96)
     options=(--n-tokens 60000)
     if [ -n "$quick" ]; then
-        splits="3 5" shallow=3 kinds=(kv) sizes=(--documents 3 --prefix 320 --tail 64 --scored 32 --decode 12 --items 8 --rows 320 --item-tail 96)
+        splits="3 5" shallow=3 middle=" 3 " kinds=(kv) sizes=(--documents 3 --prefix 320 --tail 64 --scored 32 --decode 12 --items 8 --rows 320 --item-tail 96)
         options=(--n-tokens 8000 --heldout-documents 2 --no-score)
     fi
     # shellcheck disable=SC2086,SC2046  # lists of words
     calibrate "$model" "$name" $(printf -- '--split %s ' $splits) $(printf -- '--kind %s ' "${kinds[@]}") "${options[@]}"
     for s in $splits; do
-        arms+=,$(arms_of "$s" "${kinds[@]}"),$(rows_of "fill-S$s:kv")
+        arms+=,$(arms_of "$s" "${kinds[@]}")
+        [[ $middle != *" $s "* ]] || arms+=,$(rows_of "fill-S$s:kv")
         for k in "${kinds[@]}"; do maps+=(--maps "$work/$name.s$s.$k.gguf"); done
     done
     evaluate "$model" "$name" "${maps[@]}" --sets loss,single,passwords --arms "$arms" "${sizes[@]}"

@@ -46,14 +46,14 @@ def corpus(tmp_path_factory) -> Path:
     return folder
 
 
-def inputs_by_hand(model_path: str, documents, layers) -> Iterator[dict[int, np.ndarray]]:
+def inputs_by_hand(model_path: str, documents, layers, n_ctx: int = CTX) -> Iterator[dict[int, np.ndarray]]:
     """Inputs [n, d] of layers of each chunk from position 0, float64: captured here, not by what is tested."""
-    with lib.Model(model_path) as m, lib.Context(m, CTX, n_threads=1) as ctx:
+    with lib.Model(model_path) as m, lib.Context(m, n_ctx, n_threads=1) as ctx:
         ctx.capture(layers)
         for d in documents:
             tokens = m.tokenize(d.text)
-            for at in range(0, len(tokens), CTX):
-                if len(piece := tokens[at : at + CTX]) > SINK:
+            for at in range(0, len(tokens), n_ctx):
+                if len(piece := tokens[at : at + n_ctx]) > SINK:
                     ctx.clear()
                     ctx.decode(piece)
                     yield {il: ctx.layer_inputs(il).astype(np.float64) for il in layers}

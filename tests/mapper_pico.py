@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from calibrate_pico import CTX, SINK, inputs_by_hand, library  # noqa: F401
+from ridgefill.capture import select
 from ridgefill.lib import Model
 from ridgefill.mapper import fit
 from ridgefill.mapper.models import KeysValues
@@ -20,7 +21,10 @@ TARGET = dict(n_layer=3, head=64, n_head=2, n_head_kv=2)  # width 128; 128 keys 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Path:
-    """Six documents of three chunks each, of many tokens: keys of layer 0 span no more directions than there are tokens."""
+    """Six documents of three chunks each, of many tokens: keys of layer 0 span no more directions than there are tokens.
+
+    Of the two that are held out one is kept for scores.
+    """
     folder, entries, rng = tmp_path_factory.mktemp("corpus"), [], np.random.default_rng(0)
     for i in range(6):
         (folder / f"{i}.txt").write_text("".join(rng.choice(list(string.ascii_letters + string.digits + string.punctuation + " "), 350)))
@@ -43,7 +47,7 @@ def target(pico_model) -> str:
 
 def config(source, target, corpus, out, **kw) -> fit.Config:
     """Keywords of fit.Wanted go there."""
-    names = ("both", "select", "ks", "lambdas", "map_type", "tail", "force")
+    names = ("both", "select", "criterion", "ks", "lambdas", "map_type", "tail", "force")
     wanted = {"map_type": "f32", **{name: kw.pop(name) for name in names if name in kw}}
     return fit.Config(**{
         "source": str(source), "target": str(target), "text": [str(corpus)], "wanted": fit.Wanted(out=str(out), **wanted), "sink": SINK,
@@ -57,15 +61,17 @@ def arguments(source, target, corpus, *more: object) -> list[str]:
     return [str(a) for a in [*args, *more]]
 
 
-def rows_by_hand(path: str, corpus: Path, part: str, partition: str, previous: bool = False) -> list[np.ndarray]:
-    """Keys ("k") or values of every layer [n, width] over all rows after the sinks of all chunks of a partition, float64.
+def rows_by_hand(path: str, corpus: Path, part: str, partition: str, previous: bool = False, n_ctx: int = CTX) -> list[np.ndarray]:
+    """Keys ("k") or values of every layer [n, width] over all rows after the sinks of all chunks of a part, float64.
+
+    partition  of the documents: "fit", "heldout" or "score"
 
     With `previous` those of the row before each.
     """
-    documents = [d for d in read_documents([str(corpus)]) if d.partition == partition]
+    documents = getattr(select(read_documents([str(corpus)]), 0, scored=True), partition)
     with Model(path) as model:
         kv = KeysValues(model)
-    chunks = [kv({il: x.astype(np.float32) for il, x in inputs.items()})[part] for inputs in inputs_by_hand(path, documents, kv.layers)]
+    chunks = [kv({il: x.astype(np.float32) for il, x in inputs.items()})[part] for inputs in inputs_by_hand(path, documents, kv.layers, n_ctx)]
     chosen = slice(SINK - 1, -1) if previous else slice(SINK, None)
     return [np.concatenate([c[il][chosen] for c in chunks]).astype(np.float64) for il in kv.layers]
 

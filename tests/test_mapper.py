@@ -10,6 +10,7 @@ from calibrate_pico import inputs_by_hand
 from mapper_pico import SINK, config, corpus, library, r2_by_head, ridge_by_hand, rows_by_hand, side_by_side, source, target  # noqa: F401
 from ridgefill import lib
 from ridgefill.attention import Attention
+from ridgefill.capture import select
 from ridgefill.mapper import fit, sidecar
 from ridgefill.mapper.models import KeysValues
 from ridgefill.mapper.solve import KS, LAMBDAS, Solver
@@ -28,7 +29,7 @@ def rows(source, target, corpus):  # noqa: F811
     """get(model, part, partition) -> rows by layer; model 0 is the source."""
     made = {}
 
-    def get(model: int, part: str, partition: str = "calibration") -> list[np.ndarray]:
+    def get(model: int, part: str, partition: str = "fit") -> list[np.ndarray]:
         key = (model, part, partition)
         if key not in made:
             made[key] = rows_by_hand((source, target)[model], corpus, part, partition)
@@ -167,7 +168,7 @@ def test_the_row_before_is_a_feature_when_asked_for(source, target, corpus, rows
     mapper = fit.fit(c)[0].mapper
     assert mapper.previous and mapper.maps["k"].weights[0].shape == (128, 2 * 2 * 32)
     for part in "kv":
-        before = rows_by_hand(source, corpus, part, "calibration", previous=True)
+        before = rows_by_hand(source, corpus, part, "fit", previous=True)
         for il, layers in enumerate(mapper.maps[part].sources):
             x = np.concatenate([side_by_side(rows(0, part), layers), side_by_side(before, layers)], axis=1)
             w, _ = ridge_by_hand(x, rows(1, part)[il], 0.01)
@@ -249,7 +250,7 @@ def test_the_oracle_applies_the_maps_to_the_rows_they_were_fitted_on(source, tar
     out = tmp_path / "m.gguf"
     mapper = fit.fit(config(source, target, corpus, out, previous=previous, ks=(2,)))[0].mapper
     oracle = load_mapper(out)
-    documents = [d for d in read_documents([str(corpus)]) if d.partition == "heldout"]
+    documents = select(read_documents([str(corpus)]), 0, scored=True).heldout
     with lib.Model(source) as a:
         kv = KeysValues(a)
     for part in "kv":

@@ -16,11 +16,13 @@ from mapper_pico import CTX, SOURCE, arguments, config, corpus, library, source,
 from ridgefill import cli, sums_file
 from ridgefill.attention import Attention
 from ridgefill.errors import OutputExists, RidgeError, RidgefillError, StatisticsError
+from ridgefill.hf import CheckpointError
 from ridgefill.mapper import fit, sidecar
 from ridgefill.mapper.models import PairError
 from ridgefill.mapper.sums import PairHeader
 from ridgefill.sums_file import Reader, SumsError
 from test_calibrate_sums import stopping_at
+from test_hf import checkpoint_of, needs_transformers  # noqa: F401
 from test_projections import rewritten
 
 ALL = dict(both=True, previous=True, ks=(1, 2))
@@ -45,7 +47,7 @@ def test_a_run_without_sums_writes_the_same_bytes(source, target, corpus, whole,
     assert hashes(tmp_path) == hashes(whole)
 
 
-@pytest.mark.parametrize("stops", [[1], [13, 1], [5, 5, 5], [18]])
+@pytest.mark.parametrize("stops", [[1], [13, 1], [5, 5, 5], [15]])
 def test_resume_after_faults_gives_the_same_files(source, target, corpus, whole, tmp_path, stops):  # noqa: F811
     c = config(source, target, corpus, tmp_path / "m.gguf", sums=str(tmp_path / "s.npz"), save_every=0, **ALL)
     for at in stops:
@@ -143,6 +145,28 @@ def test_one_direction_is_not_solved_for_both(source, target, corpus, tmp_path):
 
 
 #
+# checkpoints
+#
+
+
+@needs_transformers
+def test_a_checkpoint_runs_the_text_in_place_of_its_file(source, target, corpus, checkpoint_of, tmp_path):  # noqa: F811
+    """The same maps but for rounding: the library keeps K and V as f16 while it runs. What ran is on record."""
+    how = dict(ks=(2,), lambdas=(0.01,))
+    checkpoints = dict(source_checkpoint=str(checkpoint_of(source)), target_checkpoint=str(checkpoint_of(target)))
+    a, b = (fit.fit(config(source, target, corpus, tmp_path / f"{i}.gguf", **how, **kw))[0].mapper for i, kw in enumerate(({}, checkpoints)))
+    for part in "kv":
+        assert a.maps[part].sources == b.maps[part].sources
+        assert 0 < np.abs(np.subtract(a.maps[part].r2_head, b.maps[part].r2_head)).max() < 5e-3
+    names = [f"{role}_checkpoint={Path(name).name} in f32" for role, name in (("source", checkpoint_of(source)), ("target", checkpoint_of(target)))]
+    assert b.calibration.options[-2:] == names
+    with pytest.raises(CheckpointError, match="expected model type llama or mistral"):
+        fit.MapperFit(config(source, target, corpus, tmp_path / "x.gguf", source_checkpoint=str(checkpoint_of(target))))
+    with pytest.raises(RidgefillError, match="checkpoint: expected a folder, or OWNER/NAME of the hub, found 'nowhere.gguf'"):
+        fit.MapperFit(config(source, target, corpus, tmp_path / "x.gguf", target_checkpoint="nowhere.gguf"))
+
+
+#
 # refused
 #
 
@@ -185,7 +209,8 @@ def test_too_few_rows_are_refused(source, target, corpus, tmp_path):  # noqa: F8
 
 def test_text_that_repeats_itself_is_refused(source, target, tmp_path):  # noqa: F811
     entries = []
-    for name, text, partition in (("a.txt", "ring " * 4000, "calibration"), ("b.txt", words(200, 1), "heldout")):
+    held_out = (("b.txt", words(200, 1), "heldout"), ("c.txt", words(200, 2), "heldout"))
+    for name, text, partition in (("a.txt", "ring " * 4000, "calibration"), *held_out):
         (tmp_path / name).write_text(text)
         entries.append({"file": name, "source": "none", "licence": "CC0-1.0", "partition": partition})
     (tmp_path / "sources.json").write_text(json.dumps(entries))
@@ -239,6 +264,7 @@ def test_values_out_of_range_are_named(source, target, corpus, tmp_path):  # noq
         (dict(ks=(1, -1)), "numbers of source layers: expected some of 1 or more, or all"),
         (dict(lambdas=(float("nan"),)), "lambdas: expected finite numbers"),
         (dict(row_stride=0), "row stride: expected at least 1, found 0"),
+        (dict(device="cuda"), "dtype and device: expected a checkpoint to go with them, found none"),
     ):
         with pytest.raises(RidgefillError, match=named):
             fit.MapperFit(config(source, target, corpus, tmp_path / "m.gguf", **kw))

@@ -23,7 +23,7 @@ def made(source, target, corpus, tmp_path_factory) -> fit.Result:  # noqa: F811
     """From a model whose rotation has a factor for each frequency."""
     folder = tmp_path_factory.mktemp("made")
     other = rewritten(Path(source), folder / "a.gguf", scaled, rope__freq_base=5e5)
-    return fit.fit(config(other, target, corpus, folder / "m.gguf", map_type="q8_0"))[0]
+    return fit.fit(config(other, target, corpus, folder / "m.gguf", map_type="q8_0", rotated=True))[0]
 
 
 @pytest.fixture(scope="module")
@@ -62,19 +62,57 @@ def test_what_is_written_is_read_back(made):
             assert found.weight(part, il).shape == (128, 32 * len(a.sources[il]))
 
 
-def test_the_keys_are_those_of_the_document(made):
+def test_the_keys_are_those_of_the_document(made, tmp_path):
     """And the other way round, but for what a file need not have."""
+    sidecar.write(tmp_path / "x.gguf", replace(made.mapper, selftest=SELFTEST))
     text = (Path(__file__).parents[1] / "docs" / "MAPPER.md").read_text()
     documented = set()
-    for line in text.splitlines():
+    for line in text[text.index("## The sidecar") :].splitlines():
         if line.startswith("| `"):
             for name in line.split("|")[1].replace("`", "").split(","):
                 name = name.strip()
                 for role in ("source", "target") if "SIDE" in name else ("",):
                     documented |= {name.replace("SIDE", role).replace("PART", part) for part in "kv"}
-    found = {k for k in gguf.GGUFReader(made.path).fields if not k.startswith("GGUF.")}
+    found = {k for k in gguf.GGUFReader(tmp_path / "x.gguf").fields if not k.startswith("GGUF.")}
     assert found - documented == set()
-    assert documented - found <= {"ridge.target.rope.factors", "ridge.calibration.heldout_sha256"}
+    assert documented - found == {"ridge.target.rope.factors"}
+
+
+SELFTEST = sidecar.SelfTest(list(range(20)), 8, [0, 2**32 - 1], np.arange(40).reshape(8, 5), np.linspace(9, -9, 40).reshape(8, 5))
+
+
+def test_what_is_measured_later_is_read_back(made, tmp_path):
+    """Scores and verdict of the run, and a self-test."""
+    sidecar.write(tmp_path / "x.gguf", replace(made.mapper, selftest=SELFTEST))
+    found, expected = sidecar.read(tmp_path / "x.gguf"), made.mapper
+    assert (found.verdict, found.calibration.scored) == (expected.verdict, expected.calibration.scored)
+    assert np.allclose(found.r2_rotated, expected.r2_rotated)
+    for name in ("cosine", "cosine_mean"):
+        assert np.allclose(getattr(found.scores, name), getattr(expected.scores, name))
+    for part in "kv":
+        assert np.allclose(found.scores.r2[part], expected.scores.r2[part])
+        assert np.allclose(found.scores.concentration[part], expected.scores.concentration[part])
+    assert (found.scores.n_tokens, found.scores.sources) == (expected.scores.n_tokens, expected.scores.sources)
+    t = found.selftest
+    assert (t.tokens, t.tail, t.file_types) == (SELFTEST.tokens, SELFTEST.tail, SELFTEST.file_types)
+    assert (t.top_tokens == SELFTEST.top_tokens).all() and np.allclose(t.top_logits, SELFTEST.top_logits)
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        (dict(tail=16), "key 'ridge.selftest.tail': expected less than the rows behind the sink rows of 20 tokens, found 16"),
+        (dict(tail=7), "key 'ridge.selftest.top_tokens': expected 5 for each of at most 7 rows, found 40"),
+        (dict(top_tokens=np.arange(39)), "key 'ridge.selftest.top_tokens': expected 5 for each of at most 8 rows, found 39"),
+        (dict(top_logits=np.arange(39)), "key 'ridge.selftest.top_logits': expected 40 elements, found 39"),
+        (dict(file_types=[1]), "key 'ridge.selftest.file_types': expected 2 elements, found 1"),
+    ],
+)
+def test_a_self_test_that_makes_no_sense_is_refused(made, tmp_path, change, named):
+    sidecar.write(tmp_path / "x.gguf", replace(made.mapper, selftest=replace(SELFTEST, **change)))
+    with pytest.raises(SidecarError) as e:
+        sidecar.read(tmp_path / "x.gguf")
+    assert named in str(e.value)
 
 
 def test_the_rounding_of_the_file_is_in_its_scores(source, target, corpus, tmp_path):  # noqa: F811

@@ -54,6 +54,42 @@ def test_a_loss_beside_another_implementations_is_judged_by_its_tolerance():
     assert results_tables.beside(report.summarise_loss(loss_records({"exact": 0.0, "identity-S2": 0.1}))) == ""
 
 
+def single(hits: dict[str, list[bool]], seed: int = 0) -> dict:
+    """A result of one task, with only what the tables over models read."""
+    items = [{"arm": arm, "seed": seed + i, "document": "d", "value": str(i), "hit": hit} for arm, of_arm in hits.items() for i, hit in enumerate(of_arm)]
+    return {"sets": ["single"], "single": {"items": items}}
+
+
+def test_models_with_and_without_a_norm_are_compared_prompt_by_prompt():
+    some = [True] * 6 + [False] * 4
+    results = {
+        "pico-qwen3-s": single({"exact": [True] * 10, "noise": [True] * 10, "fill-S2:kv": some, "fill-S2:kv+random=0.1": some, "fill-S3:kv": some}),
+        "pico-llama": single({"exact": [True] * 10, "noise": [True] * 10, "fill-S2:kv": [False] * 10, "fill-S2:kv+random=0.1": some}),
+    }
+    head, _, *rows = table_rows(results_tables.head_norm(results))
+    assert head == ["task", "arm", "pico-qwen3-s", "pico-llama", "difference", "n"]
+    assert [r[1] for r in rows] == ["`exact`", "`fill-S2:kv`"]
+    assert rows[1][2].startswith("0.600 [0.3") and rows[1][3].startswith("0.000 [0.000") and rows[1][4].startswith("+0.600 [+0.") and rows[1][5] == "10"
+    other = {"pico-qwen3-s": results["pico-qwen3-s"], "pico-llama": single({"exact": [True] * 10}, seed=1)}
+    with pytest.raises(SystemExit, match="expected the same prompts of single"):
+        results_tables.head_norm(other)
+    assert results_tables.head_norm({"pico-llama": other["pico-llama"]}) == ""
+
+
+def test_rows_chosen_by_attention_stand_beside_random_ones_and_a_longer_tail():
+    def pair(a: str, b: str, value: float, p: float, what: str) -> dict:
+        return {"a": f"fill-S2:kv+{a}=0.1", "b": f"fill-S2:kv+{b}=0.1", what: {"value": value, "low": value - 1, "high": value + 1}, "p_holm": p}
+
+    pairs = {what: [pair("attention", "random", x, 0.01, key), pair("attention", "tail", -x, 0.5, key), pair("random", "tail", 9.0, 1, key)]
+             for what, key, x in (("loss", "loss", -0.25), ("single", "share", 0.125))}  # fmt: skip
+    text = results_tables.chosen_rows({"m": {"sets": ["loss", "single", "splices"], **{w: {"pairs": p} for w, p in pairs.items()}}})
+    assert table_rows(text)[2:] == [
+        ["m", "loss", "fill-S2:kv", "-0.250 [-1.250, +0.750]", "0.01", "+0.250 [-0.750, +1.250]", "0.5"],
+        ["m", "single", "fill-S2:kv", "+0.125 [-0.875, +1.125]", "0.01", "-0.125 [-1.125, +0.875]", "0.5"],
+    ]
+    assert results_tables.chosen_rows({"m": {"sets": ["loss"], "loss": {"pairs": []}}}) == ""
+
+
 @pytest.fixture(scope="module")
 def study(patched_lib, text_set):
     """study(arguments) -> the finished process of a quick study."""

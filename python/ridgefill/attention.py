@@ -229,11 +229,15 @@ class Attention(Projections):
         weight /= weight.sum(-1, keepdims=True)
         return weight
 
+    @staticmethod
+    def mixed(weight: np.ndarray, v: np.ndarray) -> np.ndarray:
+        """What each head reads, [n, n_head, head], with attention of weights() to rows v [m, width]."""
+        n_kv, group, n, m = weight.shape
+        return np.einsum("ghnm,mgd->nghd", weight, v.reshape(m, n_kv, -1), optimize=True).reshape(n, n_kv * group, -1)
+
     def output(self, il: int, q: np.ndarray, positions: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
         """What attention adds to the residual stream, [n, d] without a bias, for queries at `positions`.
 
         q, k of queries() and keys(), v [m, width]; see weights().
         """
-        v = v.reshape(len(v), k.shape[1], -1)
-        mixed = np.einsum("ghnm,mgd->nghd", self.weights(q, positions, k), v, optimize=True).reshape(len(q), -1)
-        return mixed @ self._tensors(il)["o"].T
+        return self.mixed(self.weights(q, positions, k), v).reshape(len(q), -1) @ self._tensors(il)["o"].T

@@ -26,20 +26,21 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Selection:
-    """Documents to fit on and to hold out, in the order in which they are run."""
+    """Documents to fit on, to hold out and to keep for scores alone, in the order in which they are run."""
 
     fit: list[Document]
     heldout: list[Document]
+    score: list[Document]
 
 
-def select(documents: list[Document], seed: int, n_heldout: int | None = None) -> Selection:
+def select(documents: list[Document], seed: int, n_heldout: int | None = None, scored: bool = False) -> Selection:
     """Shuffle by `seed` and part by document. Evaluation documents are never used.
 
     Documents that have a partition keep to it: at most `n_heldout` of the "heldout" ones are used, by default all. Where
     those are too few, documents without a partition are held out first (by default a sixth of them, at least one, if no
-    document is marked "heldout") and fitted after that.
+    document is marked "heldout") and fitted after that. With `scored` every second one that is held out is kept for scores.
 
-    Raises TextError when either part is empty.
+    Raises TextError when a part is empty that should not be.
     """
     usable = [d for d in documents if d.partition != "evaluation"]
     random.Random(seed).shuffle(usable)
@@ -56,7 +57,14 @@ def select(documents: list[Document], seed: int, n_heldout: int | None = None) -
             f"expected documents to fit and at least one to hold out, found {len(fit)} and {len(heldout)} "
             f"of {len(usable)} (a file is a document; {len(documents) - len(usable)} are for evaluation only)"
         )
-    return Selection(fit, heldout)
+    if not scored:
+        return Selection(fit, heldout, [])
+    if len(heldout) < 2:
+        raise TextError(
+            "expected at least two documents to hold out, one to choose by and one to score what was chosen, found one; "
+            "--heldout-documents takes more"
+        )
+    return Selection(fit, heldout[::2], heldout[1::2])
 
 
 class Tokens:

@@ -226,6 +226,7 @@ class TextRun:
                 "seed": self.config.seed,
                 "options": self.config.options() + dropped + list(options) + evaluation,
                 "heldout": [d.sha256 for d in self.prepared.selection.heldout],
+                "scored": [d.sha256 for d in self.prepared.selection.score],
             },
             "n_shards": self.n_shards,
             "shards": [self.shard],

@@ -34,6 +34,7 @@ class Cutting:
     heldout_documents: int | None = None  # None: those marked so, else a sixth
     chat_share: float = 0.0  # of the documents that are put into the model's chat template
     overlap: str = "refuse"  # what to do about documents that share text: see OVERLAP
+    scored: bool = False  # whether documents are kept for scores alone
 
 
 @dataclass(frozen=True)
@@ -89,12 +90,15 @@ def _some(chunk_list: list[Chunk], n_tokens: int) -> list[Chunk]:
 def _shared(model: Model, tokens: Tokens, prepared: Prepared, evaluation: list[Document]) -> list[tuple[Document, str]]:
     """Documents that share text with one of which they must know nothing, each with a line about it."""
     # held-out documents that give no chunk may judge the maps all the same
-    fit, heldout = prepared.documents[0], prepared.selection.heldout
+    fit, heldout, score = prepared.documents[0], prepared.selection.heldout, prepared.selection.score
     out = []
     for documents, of, others, of_others in (
         (fit, "to fit", heldout, "held out"),
         (fit, "to fit", evaluation, "for evaluation"),
         (heldout, "held out", evaluation, "for evaluation"),
+        (fit, "to fit", score, "for scores"),
+        (heldout, "held out", score, "for scores"),
+        (score, "for scores", evaluation, "for evaluation"),
     ):
         found = overlaps([tokens.plain(d) for d in documents], [tokens.plain(d) for d in others])
         for o in found:
@@ -130,7 +134,7 @@ def prepare(
     Raises TextError when a part is empty, OverlapError when documents share text, RidgeError without a chat template.
     """
     tokens, dropped = Tokens(model), []
-    selection = select(documents, how.seed, how.heldout_documents)
+    selection = select(documents, how.seed, how.heldout_documents, how.scored)
     while True:
         prepared = Prepared(selection, *_cut(selection, tokens, how), dropped)
         shared = _shared(model, tokens, prepared, evaluation)
@@ -143,4 +147,4 @@ def prepare(
         gone = {id(document) for document, _ in shared}
         dropped += dict.fromkeys(document.name for document, _ in shared)
         # others may move up to take their place
-        selection = Selection(*([d for d in ds if id(d) not in gone] for ds in (selection.fit, selection.heldout)))
+        selection = Selection(*([d for d in ds if id(d) not in gone] for ds in (selection.fit, selection.heldout, selection.score)))

@@ -57,11 +57,16 @@ class Scores:
         }
 
 
-class _R2:
-    """R^2 over rows that come block by block, summed in float64 about the mean of the first block."""
+class R2:
+    """R^2 of each head over rows that come block by block, summed in float64 about the mean of the first block."""
 
-    def __init__(self):
+    def __init__(self, n_heads: int = 1):
         self.n, self.sum, self.square, self.error, self.origin = 0, 0.0, 0.0, 0.0, None
+        self._n_heads = n_heads
+
+    def _squares(self, y: np.ndarray) -> np.ndarray:
+        y = y.reshape(len(y), self._n_heads, -1)
+        return np.einsum("nhd,nhd->h", y, y)
 
     def add(self, y: np.ndarray, predicted: np.ndarray) -> None:
         residual = np.subtract(y, predicted, dtype=np.float64)
@@ -69,24 +74,24 @@ class _R2:
         y = y - self.origin
         self.n += len(y)
         self.sum = self.sum + y.sum(0)
-        self.square += np.vdot(y, y)
-        self.error += np.vdot(residual, residual)
+        self.square += self._squares(y)
+        self.error += self._squares(residual)
 
-    def value(self) -> float:
-        return 1 - self.error / (self.square - np.vdot(self.sum, self.sum) / self.n)
+    def value(self) -> np.ndarray:
+        return 1 - self.error / (self.square - self._squares(self.sum[None]) / self.n)
 
 
-class _Mean:
-    """Mean of numbers that come block by block."""
+class Mean:
+    """Mean of each of some columns of numbers [n] or [n, columns] that come block by block."""
 
     def __init__(self):
         self.n, self.sum = 0, 0.0
 
     def add(self, values: np.ndarray) -> None:
-        self.n += values.size
-        self.sum += values.sum(dtype=np.float64)
+        self.n += len(values)
+        self.sum = self.sum + values.sum(0, dtype=np.float64)
 
-    def value(self) -> float:
+    def value(self) -> np.ndarray:
         return self.sum / self.n
 
 
@@ -97,10 +102,11 @@ def _norm_ratios(predicted: np.ndarray, true: np.ndarray, n_heads: int) -> np.nd
     return norms[0][some] / norms[1][some]
 
 
-def _cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Of vectors along the last axis."""
     a, b = a.astype(np.float64), b.astype(np.float64)
     with np.errstate(invalid="ignore"):  # an output of zeros shows in the score
-        return np.einsum("ij,ij->i", a, b) / (np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1))
+        return np.einsum("...j,...j->...", a, b) / (np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1))
 
 
 class Scorer:
@@ -124,7 +130,7 @@ class Scorer:
             targets = KvTargets(self.attention, self.attention.n_embd, range(0), kind == "kv_prev")
         self._features = targets.features
         names = [name for name in sidecar.SCORES if name != "r2_input" or self.predicts_input]
-        self._sums = {il: {name: (_R2 if name.startswith("r2") else _Mean)() for name in names} for il in self.maps}
+        self._sums = {il: {name: (R2 if name.startswith("r2") else Mean)() for name in names} for il in self.maps}
 
     def add(self, inputs: dict[int, np.ndarray]) -> None:
         """Inputs [n, d] of the split layer and all above, of the rows of a chunk from position 0."""
@@ -151,7 +157,7 @@ class Scorer:
         at = np.arange(self.sink, len(x), QUERY_STRIDE)
         q = attention.queries(il, x[at], at)
         out = [attention.output(il, q, at, attention.keys(il, ks), vs) for ks, vs in ((k, v), (k_filled, v_filled))]
-        sums["attention"].add(_cosines(*out))
+        sums["attention"].add(cosines(*out))
 
     def scores(self) -> Scores:
         """Raises StatisticsError naming the layer of a score that is not finite."""
@@ -159,7 +165,7 @@ class Scorer:
         for il, sums in self._sums.items():
             for name, s in sums.items():
                 with np.errstate(invalid="ignore", divide="ignore"):
-                    value = float(s.value())
+                    value = s.value().item()
                 if not np.isfinite(value):
                     raise StatisticsError(f"layer {il}: expected activations that give a finite {name}, found {value}")
                 values.setdefault(name, []).append(min(value, 1.0) if name == "attention" else value)

@@ -63,6 +63,7 @@ class Calibration:
     tool: str = TOOL
     options: list[str] = field(default_factory=list)  # "name=value" of each that is not at its default
     heldout: list[str] = field(default_factory=list)  # text.Document.sha256 of each document held out
+    scored: list[str] = field(default_factory=list)  # of each document kept for scores alone
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`ridgefill mapper`: fit mappers between the caches of two models, solve their sums again, look at one."""
+"""`ridgefill mapper`: fit mappers between the caches of two models, solve their sums again, score, look at and draw one."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ app = typer.Typer(name="mapper", no_args_is_help=True, help="Mappers: one model'
 Out = Annotated[str, typer.Option(help="sidecar to write; with --both, {direction} in it stands for forward and back, else NAME.gguf becomes NAME.forward.gguf and NAME.back.gguf")]
 Both = Annotated[bool, typer.Option("--both", help="a second mapper from the target to the source, from the same pass over the text")]
 Select = Annotated[str, typer.Option(help="how source layers are chosen: r2 (those that predict best alone) or greedy (those that add most to the ones before, which takes longer)")]
+Criterion = Annotated[str, typer.Option(help="how the number of source layers is chosen: r2, or cosine of attention outputs, which takes longer and has one number for K and V of a layer")]
 Numbers = Annotated[list[str] | None, typer.Option("--k", help="number of source layers to try, or all; may be given several times [default: 1, 2, 4, 6, 8, 10, 12, 16, 20, 24, all]")]
 Lambdas = Annotated[list[float] | None, typer.Option("--lambda", help="scale-free penalty to try; may be given several times [default: five from 1e-4 to 1]")]
 MapType = Annotated[str, typer.Option(help="f32, f16, q8_0, q4_1 or q4_0")]
 Tail = Annotated[int, typer.Option(min=0, help="recommended tail to record: last rows that the target runs itself")]
 
 
-def _wanted(out, both, select, numbers, lambdas, map_type, tail, force):
+def _wanted(out, both, select, numbers, lambdas, map_type, tail, force, criterion="r2"):
     from ..mapper import fit, solve
 
     try:
@@ -32,7 +33,7 @@ def _wanted(out, both, select, numbers, lambdas, map_type, tail, force):
     except ValueError:
         raise typer.BadParameter(f"--k: expected numbers or all, found {', '.join(numbers)}") from None
     return fit.Wanted(
-        out=out, both=both, select=select, ks=ks or solve.KS, lambdas=tuple(lambdas or solve.LAMBDAS), map_type=map_type, tail=tail, force=force,
+        out=out, both=both, select=select, criterion=criterion, ks=ks or solve.KS, lambdas=tuple(lambdas or solve.LAMBDAS), map_type=map_type, tail=tail, force=force,
     )  # fmt: skip
 
 
@@ -44,7 +45,13 @@ def fit_command(
     out: Out = "",
     both: Both = False,
     previous: Annotated[bool, typer.Option("--previous-row", help="predict from the row before too")] = False,
+    rotated: Annotated[bool, typer.Option("--rotated-keys", help="also score each source layer on keys as caches hold them: a third set of sums")] = False,
+    source_checkpoint: Annotated[str, typer.Option(help="folder, or OWNER/NAME of the hub, of the source as a Hugging Face checkpoint, which then runs the text")] = "",
+    target_checkpoint: Annotated[str, typer.Option(help="the same of the target")] = "",
+    dtype: t.Dtype = "",
+    device: t.Device = "",
     select: Select = "r2",
+    criterion: Criterion = "r2",
     k: Numbers = None,
     lam: Lambdas = None,
     map_type: MapType = "f16",
@@ -68,12 +75,13 @@ def fit_command(
 ) -> None:
     """Fit linear maps from the keys and values of one model to those of another, in one pass over the text."""
     t.check_shard(shard, sums, out, "mapper")
-    wanted = _wanted(out, both, select, k, lam, map_type, tail, force)
+    wanted = _wanted(out, both, select, k, lam, map_type, tail, force, criterion)
     with errors_for_people("" if sums else "; --sums FILE keeps what was done"):
         from ..mapper import fit
 
         config = fit.Config(
-            source=source, target=target, wanted=wanted, previous=previous, text=text, sink=sink, seed=seed, n_tokens=n_tokens,
+            source=source, target=target, wanted=wanted, previous=previous, rotated=rotated, source_checkpoint=source_checkpoint,
+            target_checkpoint=target_checkpoint, dtype=dtype, device=device, text=text, sink=sink, seed=seed, n_tokens=n_tokens,
             heldout_documents=heldout_documents, row_stride=row_stride, chat_share=chat_share, evaluation_text=evaluation_text or [],
             overlap=overlap, ctx=ctx, threads=threads, gpu_layers=gpu_layers, sums=sums, save_every=save_every, shard=shard,
         )  # fmt: skip
@@ -106,6 +114,8 @@ def solve(
     """Solve sums again, with other numbers of layers, penalties or map types, and write mappers. Needs neither text nor models."""
     wanted = _wanted(out, both, select, k, lam, map_type, tail, force)
     with errors_for_people():
+        from time import monotonic
+
         from threadpoolctl import threadpool_limits
 
         from .. import sums_file
@@ -113,14 +123,56 @@ def solve(
         from ..mapper.sums import PairHeader
         from ..sidecar import check_writable
 
+        started = monotonic()
         wanted.check()
-        for direction in range(1 + both):
+        for direction in wanted.directions:
             check_writable(wanted.path(direction), force)
         with sums_file.Reader(file, PairHeader) as reader:
             sums = reader.sums()
         with threadpool_limits(threads), progress(json_output) as report:
-            results = fit.solve(wanted, reader.header, sums, report)
+            results = fit.write(wanted, fit.solve(wanted, reader.header, sums, report), started)
     _print_results(results, json_output)
+
+
+@app.command("score")
+def score_command(
+    file: Annotated[str, typer.Argument(help="mapper to judge")],
+    source: Annotated[str, typer.Option(help="GGUF of its source")],
+    target: Annotated[str, typer.Option(help="GGUF of its target")],
+    text: Annotated[list[str], typer.Option(help="what it was fitted on, of which the documents kept for scores are used; may be given several times")],
+    unseen: Annotated[bool, typer.Option("--unseen", help="it was not fitted on any of this text: use all of it")] = False,
+    n_tokens: Annotated[int, typer.Option(min=0, help="tokens to use, 0: all")] = 16384,
+    threads: Threads = 2,
+    json_output: AsJson = False,
+) -> None:
+    """Judge a mapper as it is written on text that neither fitted nor chose anything; scores and a verdict go into the file."""
+    with errors_for_people():
+        from threadpoolctl import threadpool_limits
+
+        from ..mapper import score
+
+        with threadpool_limits(threads), progress(json_output) as report:
+            mapper = score.judge_file(file, source, target, text, unseen, n_tokens, threads, report)
+    if json_output:
+        print(json.dumps(_record(file, mapper), indent=1))
+    else:
+        _print_mapper(mapper)
+
+
+@app.command()
+def plot(
+    file: Annotated[str, typer.Argument(help="mapper to draw")],
+    out: Annotated[str, typer.Option(help="picture to write: .png or .svg")],
+    force: Force = False,
+) -> None:
+    """Draw what a mapper was chosen by and how well it does: each source layer alone, heads, numbers of layers (pip install 'ridgefill[plots]')."""
+    with errors_for_people():
+        from ..mapper import plots, sidecar
+        from ..sidecar import check_writable
+
+        check_writable(out, force)
+        plots.plot(sidecar.read(file), out)
+    say(f"{out}: picture of {file}")
 
 
 @app.command()
@@ -145,6 +197,8 @@ def inspect(
     say(f"{'fitted':<8}  {c.n_tokens:,} rows of {c.n_documents} documents, seed {c.seed}; {c.n_heldout_tokens:,} rows of {c.n_heldout_documents} held out")
     for option in c.options:
         say(f"{'option':<8}  {option}")
+    if mapper.selftest:
+        say(f"{'selftest':<8}  {len(mapper.selftest.tokens)} tokens, the last {mapper.selftest.tail} run by the target")
     _print_mapper(mapper)
 
 
@@ -158,6 +212,12 @@ def _print_results(results: list, json_output: bool) -> None:
 
 
 def _print_mapper(mapper) -> None:
+    if mapper.verdict:
+        say(f"{'verdict':<8}  {mapper.verdict.word}: {'; '.join(mapper.verdict.reasons)}")
+        say(f"{'scored':<8}  {mapper.scores.n_tokens:,} rows of {mapper.scores.n_documents} documents that chose nothing")
+        _print_scores(mapper)
+    else:
+        say(f"{'verdict':<8}  none: it was not scored (ridgefill mapper score)")
     table = Table("layer", *(f"{name} {part.upper()}" for part in mapper.maps for name in ("sources of", "λ", "held-out R²", "best alone")))
     for il in range(mapper.target.n_layer):
         row = [str(il)]
@@ -174,6 +234,23 @@ def _print_mapper(mapper) -> None:
     for n, cells in sorted(rows.items()):
         curves.add_row(str(n), *cells)
     stdout.print(curves)
+
+
+def _print_scores(mapper) -> None:
+    from ..mapper.verdict import rows_per_feature, share_read
+
+    s, share = mapper.scores, share_read(mapper.scores)
+    ratio = {part: rows_per_feature(mapper, part) for part in mapper.maps}
+    names = ("R²", "lowest head", "concentration", "rows per feature")
+    table = Table("layer", *(f"{name} of {part.upper()}" for part in mapper.maps for name in names), "cosine", "of mean rows", "regained")
+    for il in range(mapper.target.n_layer):
+        cells = [
+            x
+            for part in mapper.maps
+            for x in (s.r2[part][il].mean(), s.r2[part][il].min(), s.concentration[part][il].mean(), ratio[part][il])
+        ]
+        table.add_row(str(il), *(f"{x:.3f}" for x in (*cells, s.cosine[il].mean(), s.cosine_mean[il].mean(), share[il])))
+    stdout.print(table)
 
 
 def _span(layers: list[int]) -> str:
@@ -200,4 +277,18 @@ def _record(path: str, mapper) -> dict:
     }  # fmt: skip
     plain = {name: getattr(mapper, name) for name in ("previous", "sink_rows", "tail", "map_type", "select")}
     sides = {"source": asdict(mapper.source), "target": asdict(mapper.target), "calibration": asdict(mapper.calibration)}
-    return {"path": path, **plain, **sides, "maps": maps}
+    rotated = None if mapper.r2_rotated is None else mapper.r2_rotated.tolist()
+    measured = {name: _plain(getattr(mapper, name)) for name in ("scores", "verdict", "selftest")}
+    return {"path": path, **plain, **sides, "maps": maps, "r2_single_rotated": rotated, **measured}
+
+
+def _plain(found) -> dict | None:
+    """A dataclass of arrays, or None, as JSON has it."""
+    from dataclasses import asdict
+
+    def lists(x):
+        if isinstance(x, dict):
+            return {name: lists(v) for name, v in x.items()}
+        return [lists(v) for v in x] if isinstance(x, list) else x.tolist() if hasattr(x, "tolist") else x
+
+    return found and lists(asdict(found))

@@ -21,6 +21,8 @@ ChatShare = Annotated[float, typer.Option(min=0, max=1, help="share of the docum
 EvaluationText = Annotated[list[str] | None, typer.Option(help="file or folder of text that the maps will be judged on and must not have seen; may be given several times")]
 Overlap = Annotated[str, typer.Option(help="where a document shares 50 tokens in a row with held-out or evaluation text: refuse, drop (leave it out) or keep")]
 Ctx = Annotated[int, typer.Option(min=64, help="tokens run together from position 0")]
+Dtype = Annotated[str, typer.Option(help="f32, bf16 or f16, in which a checkpoint is run [default: f32 on a CPU, else bf16]")]
+Device = Annotated[str, typer.Option(help="cpu or cuda, where a checkpoint is run [default: cpu]")]
 GpuLayers = Annotated[int, typer.Option(help="model layers on the accelerator, -1: all")]
 SumsFile = Annotated[str, typer.Option(help="file that keeps the sums over the text: a run that was stopped goes on from it with the same command")]
 SaveEvery = Annotated[float, typer.Option(min=0, help="seconds between two savings of the sums, 0: after each chunk of --ctx tokens")]

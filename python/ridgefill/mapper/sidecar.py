@@ -15,11 +15,13 @@ import numpy as np
 from .. import gguf_bounds
 from ..errors import SidecarError
 from ..sidecar import MAP_TYPES, METADATA_HASH, Calibration, add_calibration, add_hashes, add_model, put, write_parts
+from ..verify import N_TOP
 from .models import PARTS, Side
 
 FORMAT_VERSION = 1
 ADAPTER = "kv_mapper"
 ROLES = ("source", "target")
+VERDICTS = ("use", "text", "mlp", "no")
 
 _V = gguf.GGUFValueType
 _U32, _U64, _F32, _STR, _BOOL = _V.UINT32, _V.UINT64, _V.FLOAT32, _V.STRING, _V.BOOL
@@ -58,8 +60,40 @@ class Maps:
 
 
 @dataclass(frozen=True)
+class Scores:
+    """What score.py measures: lists run over target layers, arrays over their heads of K and V."""
+
+    r2: dict[str, list[np.ndarray]]  # by part
+    concentration: dict[str, list[np.ndarray]]
+    cosine: list[np.ndarray]
+    cosine_mean: list[np.ndarray]
+    n_tokens: int  # rows judged
+    n_documents: int
+    sources: list[str]  # "name; licence"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a mapper may be used for (verdict.py)."""
+
+    word: str  # of VERDICTS
+    reasons: list[str]
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """A prompt, and what the target said behind its last rows when all but the first and last rows had been mapped."""
+
+    tokens: list[int]
+    tail: int  # last rows that the target ran
+    file_types: list[int]  # of source and target
+    top_tokens: np.ndarray  # likeliest tokens, likeliest first, [rows, N_TOP]
+    top_logits: np.ndarray
+
+
+@dataclass(frozen=True)
 class Mapper:
-    """Content of a sidecar."""
+    """Content of a sidecar. What is None was not measured."""
 
     source: Side
     target: Side
@@ -70,6 +104,15 @@ class Mapper:
     select: str  # how source layers were chosen, of solve.SELECTIONS
     calibration: Calibration
     maps: dict[str, Maps]  # by part, "k" and "v"
+    r2_rotated: np.ndarray | None = None  # as Maps.r2_single, of keys as caches hold them
+    scores: Scores | None = None
+    verdict: Verdict | None = None
+    selftest: SelfTest | None = None
+
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        """Source and target."""
+        return self.source, self.target
 
     def weight(self, part: str, il: int) -> np.ndarray:
         """W [d_out, d_in] of target layer `il`, float64."""
@@ -114,7 +157,7 @@ def _add_metadata(w: gguf.GGUFWriter, m: Mapper, tensors: Mapping[str, np.ndarra
     w.add_uint32("ridge.sink_rows", m.sink_rows)
     w.add_uint32("ridge.tail", m.tail)
     w.add_string("ridge.select", m.select)
-    for role, side in zip(ROLES, (m.source, m.target), strict=True):
+    for role, side in zip(ROLES, m.sides, strict=True):
         _add_side(w, role, side)
     for part, maps in m.maps.items():
         for name, values, kind in (
@@ -127,8 +170,36 @@ def _add_metadata(w: gguf.GGUFWriter, m: Mapper, tensors: Mapping[str, np.ndarra
             ("r2_by_number", maps.r2_by_number.ravel(), _F32),
         ):
             _add_array(w, f"ridge.{part}.{name}", values, kind)
+    if m.r2_rotated is not None:
+        _add_array(w, "ridge.k_rotated.r2_single", m.r2_rotated.ravel(), _F32)
+    _add_measured(w, m)
     add_hashes(w, tensors)
     add_calibration(w, m.calibration)
+    if m.calibration.scored:
+        _add_array(w, "ridge.calibration.score_sha256", m.calibration.scored, _STR)
+
+
+def _add_measured(w: gguf.GGUFWriter, m: Mapper) -> None:
+    if s := m.scores:
+        for name, heads in (
+            *((f"{part}.{name}", by_part[part]) for name, by_part in (("r2_head", s.r2), ("concentration", s.concentration)) for part in PARTS),
+            ("cosine", s.cosine),
+            ("cosine_mean", s.cosine_mean),
+        ):
+            _add_array(w, f"ridge.score.{name}", np.concatenate(heads), _F32)
+        w.add_uint64("ridge.score.n_tokens", s.n_tokens)
+        w.add_uint32("ridge.score.n_documents", s.n_documents)
+        _add_array(w, "ridge.score.sources", s.sources, _STR)
+    if m.verdict:
+        w.add_string("ridge.verdict", m.verdict.word)
+        _add_array(w, "ridge.verdict_reasons", m.verdict.reasons, _STR)
+    if t := m.selftest:
+        w.add_uint32("ridge.selftest.tail", t.tail)
+        for name, values, kind in (
+            ("tokens", t.tokens, _U32), ("file_types", t.file_types, _U32),
+            ("top_tokens", t.top_tokens.ravel(), _U32), ("top_logits", t.top_logits.ravel(), _F32),
+        ):  # fmt: skip
+            _add_array(w, f"ridge.selftest.{name}", values, kind)
 
 
 def write(path: str | os.PathLike, m: Mapper, force: bool = False, same_is_fine: bool = False) -> None:
@@ -159,6 +230,9 @@ class _Keys:
 
     def __init__(self, fields: Mapping[str, gguf.ReaderField]):
         self._fields = fields
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._fields
 
     def get(self, key: str, kind: gguf.GGUFValueType, length: int | None = None, default=None):
         """A value, or the list of an array of `length` (-1: any). Raises SidecarError naming what was expected and found."""
@@ -246,6 +320,45 @@ def _maps(keys: _Keys, part: str, source: Side, target: Side) -> Maps:
     )
 
 
+def _measured(keys: _Keys, source: Side, target: Side) -> dict[str, object]:
+    """Fields of Mapper that a file may lack."""
+    n_heads, found = sum(target.heads), {}
+
+    def by_head(name: str) -> list[np.ndarray]:
+        return [np.array(heads) for heads in _parted(keys.get(f"ridge.score.{name}", _F32, n_heads), target.heads)]
+
+    if "ridge.k_rotated.r2_single" in keys:
+        single = keys.get("ridge.k_rotated.r2_single", _F32, target.n_layer * source.n_layer)
+        found["r2_rotated"] = np.reshape(single, (target.n_layer, -1))
+    if "ridge.score.n_tokens" in keys:
+        found["scores"] = Scores(
+            r2={part: by_head(f"{part}.r2_head") for part in PARTS},
+            concentration={part: by_head(f"{part}.concentration") for part in PARTS},
+            cosine=by_head("cosine"),
+            cosine_mean=by_head("cosine_mean"),
+            n_tokens=keys.get("ridge.score.n_tokens", _U64),
+            n_documents=keys.get("ridge.score.n_documents", _U32),
+            sources=keys.get("ridge.score.sources", _STR, -1),
+        )
+    if "ridge.verdict" in keys:
+        found["verdict"] = Verdict(keys.one_of("ridge.verdict", VERDICTS), keys.get("ridge.verdict_reasons", _STR, -1))
+    if "ridge.selftest.tokens" in keys:
+        found["selftest"] = _selftest(keys)
+    return found
+
+
+def _selftest(keys: _Keys) -> SelfTest:
+    prefix = "ridge.selftest."
+    tokens, tail = keys.get(f"{prefix}tokens", _U32, -1), keys.get(f"{prefix}tail", _U32)
+    top = keys.get(f"{prefix}top_tokens", _U32, -1)
+    if not 0 < tail < len(tokens) - keys.get("ridge.sink_rows", _U32):
+        raise SidecarError(f"key '{prefix}tail': expected less than the rows behind the sink rows of {len(tokens)} tokens, found {tail}")
+    if not top or len(top) % N_TOP or len(top) // N_TOP > tail:
+        raise SidecarError(f"key '{prefix}top_tokens': expected {N_TOP} for each of at most {tail} rows, found {len(top)}")
+    logits = keys.get(f"{prefix}top_logits", _F32, len(top))
+    return SelfTest(tokens, tail, keys.get(f"{prefix}file_types", _U32, 2), *(np.reshape(x, (-1, N_TOP)) for x in (top, logits)))
+
+
 def _parted(values: list, lengths: list[int]) -> list[list]:
     ends = np.cumsum([0, *lengths])
     return [values[a:b] for a, b in zip(ends, ends[1:], strict=False)]
@@ -317,8 +430,10 @@ def _read(reader: gguf.GGUFReader, keys: _Keys) -> Mapper:
             tool=keys.get(calibration + "tool", _STR),
             options=keys.get(calibration + "options", _STR, -1, default=[]),
             heldout=keys.get(calibration + "heldout_sha256", _STR, -1, default=[]),
+            scored=keys.get(calibration + "score_sha256", _STR, -1, default=[]),
         ),
         maps={part: _maps(keys, part, source, target) for part in PARTS},
+        **_measured(keys, source, target),
     )
     _read_tensors(reader, keys, mapper)
     return mapper

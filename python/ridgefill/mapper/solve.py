@@ -120,6 +120,10 @@ class Solver(Centred):
             heldout += -p.T @ heldout[at] - of_chosen @ p
         return order
 
+    def singles(self, lambdas: Sequence[float]) -> np.ndarray:
+        """Held-out R^2 from each source layer alone, averaged over heads: [source layers, lambdas, target layers]."""
+        return np.stack([self.r2_grid([il], range(len(self.targets)), lambdas) for il in range(len(self.sources))])
+
     def choose(
         self, ks: Sequence[int], lambdas: Sequence[float], select: str = "r2", report: Callable[[], None] = lambda: None
     ) -> list[Choice]:
@@ -128,7 +132,7 @@ class Solver(Centred):
         `report` is called once for each of them and target layer.
         """
         n, all_targets = len(self.sources), range(len(self.targets))
-        grids = np.stack([self.r2_grid([il], all_targets, lambdas) for il in range(n)])  # [sources, lambdas, targets]
+        grids = self.singles(lambdas)
         single = grids.max(1).T
         n_ordered = max((k for k in ks if k < n), default=0)
         orders = []

@@ -13,17 +13,17 @@ import numpy as np
 from ..statistics import Moments, about
 from ..sums import MAX_ROWS, PARTS
 from ..sums_file import Header
-from .models import Side
+from .models import ROTATED, Side
 
 TARGET = 0  # all layers of the target side by side: the one "layer" whose targets a Moments holds
-NAMES = {"k": "keys", "v": "values"}
+NAMES = {"k": "keys", "v": "values", ROTATED: "rotated keys"}
 
 
 @dataclass(frozen=True)
 class PairLayout:
     """Widths of the keys or values of two models. Directions: 0 from the first to the second, 1 back."""
 
-    family: str  # "k" or "v", models.PARTS
+    family: str  # of models.PARTS, or models.ROTATED
     widths: list[list[int]]  # by model and layer, over all heads
     both: bool  # directions
     previous: bool  # whether the row before is a feature too
@@ -132,3 +132,8 @@ class PairSums:
 def _before(x: np.ndarray) -> np.ndarray:
     """The row before each row; before position 0 there is 0."""
     return np.concatenate([np.zeros_like(x[:1]), x[:-1]])
+
+
+def with_row_before(x: np.ndarray) -> np.ndarray:
+    """Features [n, 2 d] of a map that reads the row before, too."""
+    return np.concatenate([x, _before(x)], axis=1)
