@@ -565,7 +565,7 @@ def test_a_model_that_hands_over_to_itself_loses_nothing(book, tmp_path):
     )  # fmt: skip
     s = result["loss"]["summary"]
     assert abs(s["transfer"]["over_exact"]["value"]) < 1e-4 and s["transfer"]["kl"]["value"] < 1e-6 and s["transfer"]["top1"]["value"] == 1
-    assert s["wrong"]["kl"]["value"] > 0.01 < s["empty+"]["kl"]["value"]
+    assert s["wrong"]["kl"]["value"] > 1e-3 < s["empty+"]["kl"]["value"]
     recall = {name: a["hits"] for name, a in result["single"]["summary"].items()}
     assert recall == {"target": 3, "transfer": 3, "wrong": 0, "empty+": 0}
     assert result["single"]["summary"]["transfer"]["retention"]["empty+"]["value"] == 1

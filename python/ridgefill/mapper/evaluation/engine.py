@@ -20,7 +20,8 @@ from .. import sidecar
 from ..models import PARTS
 from . import nulls
 
-MAPPED = ("transfer", "wrong", "random", "identity", "native")  # the rows between sinks and tail go through a mapper
+# the rows between sinks and tail go through a mapper; `wrong` last, as the source runs another prompt for it
+MAPPED = ("transfer", "random", "identity", "native", "wrong")
 EMPTY = ("empty+", "empty")  # these rows are not there
 ARMS = ("target", "noise", "source", *MAPPED, *EMPTY)
 KV_TYPE = "f32"  # of every cache: what native changes must be seen, and not the rounding of a cache
@@ -87,7 +88,7 @@ class Engine:
 
     def __init__(self, source: lib.Model, target: lib.Model, mapper: str, n_ctx: int, n_threads: int = 2, seed: int = 1):
         self.source, self.model, self.file = source, target, sidecar.read(mapper)
-        self._seed, self._threads = seed, n_threads
+        self._seed = seed
         self._stack = ExitStack()
         try:
             self.mapper = self._stack.enter_context(lib.Mapper(source, target, mapper))
