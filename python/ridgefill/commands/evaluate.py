@@ -51,7 +51,7 @@ def evaluate(
 
         names = sets.split(",")
         study.check_sets(names)
-        docs = _documents(text, unseen)
+        docs = documents_of(text, unseen)
         m = stack.enter_context(Model(model, n_gpu_layers=gpu_layers))
         loaded = sorted((stack.enter_context(Maps(m, path)) for path in maps or []), key=lambda x: (x.split, x.kind))
         chosen = tuple(arms.split(",")) if arms else tuple(a.name for a in study.default_arms(loaded, share))
@@ -69,7 +69,8 @@ def evaluate(
     _print(result, place.path, json_output)
 
 
-def _documents(text: list[str], unseen: bool) -> list:
+def documents_of(text: list[str], unseen: bool) -> list:
+    """Those that may be evaluated on: of the partition evaluation, or all where nothing was fitted on any."""
     from ..evaluation import texts
     from ..text import read_documents
 

@@ -12,8 +12,10 @@ from rich.table import Table
 from ..progress import progress, stderr
 from . import text_options as t
 from .common import AsJson, Force, Threads, errors_for_people, say, stdout
+from .mapper_evaluate import evaluate
 
 app = typer.Typer(name="mapper", no_args_is_help=True, help="Mappers: one model's cache from that of another.")
+app.command("evaluate")(evaluate)
 
 Out = Annotated[str, typer.Option(help="sidecar to write; with --both, {direction} in it stands for forward and back, else NAME.gguf becomes NAME.forward.gguf and NAME.back.gguf")]
 Both = Annotated[bool, typer.Option("--both", help="a second mapper from the target to the source, from the same pass over the text")]

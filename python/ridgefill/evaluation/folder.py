@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .. import __version__
@@ -42,14 +43,18 @@ class Folder:
         self.journal = Journal(self.path / "journal.jsonl", about)
         self.n_done = len(self.journal.done)
 
-    def finish(self, found: dict) -> dict:
-        """Write report, tables and result of Study.run(), the result last; returns it."""
+    def finish(self, found: dict, render: Callable[[dict], str] = page.render, alone: Sequence[str] = ("loss", splices.NAME)) -> dict:
+        """Write report, tables and result of Study.run(), the result last; returns it.
+
+        render  the HTML of a result
+        alone   sets whose records get a table of their own
+        """
         made_on = machine() | {"library": load().llama_print_system_info().decode().strip()}
         result = {"tool": f"ridgefill {__version__}", "machine": made_on} | self.about | found
-        (self.path / REPORT).write_text(page.render(result))
-        alone = {what: found.get(what, {}).get("items") for what in ("loss", splices.NAME)}
+        (self.path / REPORT).write_text(render(result))
+        records_of = {what: found.get(what, {}).get("items") for what in alone}
         retrieval = [{"set": what, **r} for what in self.about["sets"] if what not in alone for r in found[what]["items"]]
-        for name, records in (*((f"{what}.csv", records) for what, records in alone.items()), ("retrieval.csv", retrieval)):
+        for name, records in (*((f"{what}.csv", records) for what, records in records_of.items()), ("retrieval.csv", retrieval)):
             if records:
                 page.write_csv(self.path / name, records)
         part = self.path / f"{RESULT}.part"

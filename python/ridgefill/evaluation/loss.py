@@ -14,6 +14,7 @@ from .texts import Window, rng
 
 KEY_NATS = 2.0  # a key token is worse by this much when the context is cut to the tail
 N_GRAM = 8  # a token inside so many tokens in a row that the prompt holds too can be copied: it is not new
+EXACT, CUT = Arm("exact"), Arm("cut")
 KL_EDGES = np.logspace(-8, 2, 41)  # of the histograms of KL, nats; what lies outside counts in the first and the last bin
 
 
@@ -51,17 +52,18 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def score_window(
-    engine: Engine, arms: Sequence[Arm], window: Window, n_tail: int, seed: int = 0, n_decode: int = 0
-) -> list[dict]:
+    engine: Engine, arms: Sequence[Arm], window: Window, n_tail: int, seed: int = 0, n_decode: int = 0,
+    exact: Arm = EXACT, cut: Arm = CUT,
+) -> list[dict]:  # fmt: skip
     """One record per arm; record() lists the figures. `n_decode` tokens are decoded greedily after the prompt, 0: none.
 
-    arms must hold exact; key-token figures need cut and are None without it.
+    exact  with which the others are compared; it must be among the arms
+    cut    the arm that misses what is in front of the tail; key-token figures need it and are None without it
 
     Raises EvaluationError when a value is not finite.
     """
-    exact = Arm("exact")
     if exact not in arms:
-        raise EvaluationError("expected the arm exact among the arms, found none: the others are compared with it")
+        raise EvaluationError(f"expected the arm {exact.name} among the arms, found none: the others are compared with it")
     seed = int(rng(seed, "rows", window.document).integers(2**31))  # of random rows: others in each window
     first = read(engine, exact, window, n_tail, n_decode=n_decode)
     reference = log_softmax(first.logits)
@@ -78,7 +80,7 @@ def score_window(
             "quoted": quoted(r.greedy, window.tokens[: window.n_prefix - n_tail]),
             "n_filled": len(r.filled.filled), "n_chosen": len(r.filled.chosen), "cost": r.filled.cost,
         })  # fmt: skip
-    key = key_tokens(nll[exact], nll[Arm("cut")]) if Arm("cut") in nll else None
+    key = key_tokens(nll[exact], nll[cut]) if cut in nll else None
     new = np.flatnonzero(new_tokens(window))
     return [record(arm, window, nll[arm], kl[arm], new, key) | more for arm, more in zip(arms, records, strict=True)]
 

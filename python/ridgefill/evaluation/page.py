@@ -11,13 +11,15 @@ import jinja2
 
 from . import plots, splices, study
 
-TEMPLATE = Path(__file__).with_name("page.html.j2")
+TEMPLATES = Path(__file__).parent
 NOT_IN_CSV = ("kl_counts",)
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: `key` of an entry of the result, and how its number (or the three of an interval) is written."""
+    """A column of a table: `key` of an entry of the result (with "/" in it the key of an entry of that entry), and how its number (or
+    the three of an interval) is written.
+    """
 
     title: str
     key: str
@@ -83,7 +85,9 @@ class Table:
         for key in keys:
             cells = [(key, "")] if self.named else []
             for c in self.columns:
-                value = self.entries[key].get(c.key)
+                value = self.entries[key]
+                for part in c.key.split("/"):
+                    value = value.get(part)
                 cells.append((written(value, c.form), "" if value is None else "/".join(map(str, (*self.path, key, c.key)))))
             yield cells
 
@@ -111,15 +115,21 @@ def _figures(result: dict, what: str) -> list:
 def render(result: dict) -> str:
     """The HTML of a study's result (study.Study.run(), with what the command adds)."""
     sections = [
-        {"name": what, "about": study.about(what), "tables": tables(result, what), "figures": _pictures(_figures(result, what))}
+        {"name": what, "about": study.about(what), "tables": tables(result, what), "figures": pictures(_figures(result, what))}
         for what in result["sets"]
     ]
-    env = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    maps = _pictures([plots.layer_scores(result["maps"])])
-    return env.from_string(TEMPLATE.read_text()).render(result=result, sections=sections, maps_figures=maps)
+    maps = pictures([plots.layer_scores(result["maps"])])
+    return template(TEMPLATES / "page.html.j2").render(result=result, sections=sections, maps_figures=maps)
 
 
-def _pictures(figures: Sequence) -> list[tuple[str, str]]:
+def template(path: Path) -> jinja2.Template:
+    """A page, which may include what lies in TEMPLATES."""
+    loader = jinja2.FileSystemLoader([path.parent, TEMPLATES])
+    env = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return env.get_template(path.name)
+
+
+def pictures(figures: Sequence) -> list[tuple[str, str]]:
     """Address and title of each figure that there is."""
     return [(plots.svg(f), f.axes[0].get_title()) for f in figures if f]
 

@@ -12,6 +12,8 @@ from . import stats
 from .arms import Arm
 from .errors import EvaluationError, finite
 
+EXACT = "exact"  # name of the arm that the others are compared with
+
 
 def by_arm(records: Sequence[dict], item: str) -> dict[str, list[dict]]:
     """Records by arm, every arm with the same items in the same order.
@@ -39,29 +41,30 @@ def by_arm(records: Sequence[dict], item: str) -> dict[str, list[dict]]:
 #
 
 
-def summarise_loss(records: Sequence[dict]) -> dict:
+def summarise_loss(records: Sequence[dict], exact: str = EXACT) -> dict:
     """Per arm: mean loss; and of the others, loss over exact (of all, of new and of key tokens), p of the first, top-1 agreement,
     mean KL, median KL of a document, what greedy decoding has in common with exact's; and of all, how much of the greedy text is
     quoted from in front of the tail. Each with its interval over documents.
 
+    exact  name of the arm that the others are compared with
+
     Figures that were not measured are None. Raises EvaluationError when exact was not measured.
     """
     arms = by_arm(records, "document")
-    if "exact" not in arms:
-        raise EvaluationError(f"loss: expected the arm exact, found {', '.join(arms) or 'none'}")
-    exact = arms["exact"]
+    if exact not in arms:
+        raise EvaluationError(f"loss: expected the arm {exact}, found {', '.join(arms) or 'none'}")
     out = {}
     for name, rows in arms.items():
         loss = [r["loss"] for r in rows]
         out[name] = {"loss": stats.mean(loss, f"loss of {name}").as_dict(), "cost": _mean_cost(rows), "quoted": _measured(rows, "quoted")}
-        if name == "exact":
+        if name == exact:
             continue
-        exact_loss = [r["loss"] for r in exact]
+        exact_loss = [r["loss"] for r in arms[exact]]
         out[name] |= {
-            "over_exact": stats.mean_difference(loss, exact_loss, f"loss of {name} over exact").as_dict(),
-            "p": stats.paired_p(loss, exact_loss, f"loss of {name} over exact"),
-            "new_over_exact": over_exact(rows, exact, "new"),
-            "key_over_exact": over_exact(rows, exact, "key"),
+            "over_exact": stats.mean_difference(loss, exact_loss, f"loss of {name} over {exact}").as_dict(),
+            "p": stats.paired_p(loss, exact_loss, f"loss of {name} over {exact}"),
+            "new_over_exact": over_exact(rows, arms[exact], "new"),
+            "key_over_exact": over_exact(rows, arms[exact], "key"),
         }
         out[name] |= {figure: _measured(rows, figure) for figure in ("top1", "kl", "kl_median", "decode")}
     return out
@@ -112,21 +115,21 @@ def compare_loss(records: Sequence[dict], a: str, b: str) -> dict:
 #
 
 
-def summarise_facts(records: Sequence[dict]) -> dict:
+def summarise_facts(records: Sequence[dict], exact: str = EXACT) -> dict:
     """Per arm: hits with a Wilson interval, mean score, hits by depth; share of what exact gets; hits less those of exact, and
     McNemar's test of them; rows and cost.
 
     Raises EvaluationError when exact was not measured.
     """
     arms = by_arm(records, "seed")
-    if "exact" not in arms:
-        raise EvaluationError(f"facts: expected the arm exact, found {', '.join(arms) or 'none'}")
+    if exact not in arms:
+        raise EvaluationError(f"facts: expected the arm {exact}, found {', '.join(arms) or 'none'}")
     hits = {name: np.array([r["hit"] for r in rows], bool) for name, rows in arms.items()}
-    n_exact = int(hits["exact"].sum())
+    n_exact = int(hits[exact].sum())
     out = {}
     for name, rows in arms.items():
         k, n = int(hits[name].sum()), len(rows)
-        mcnemar = dataclasses.asdict(stats.mcnemar(hits["exact"], hits[name], name))
+        mcnemar = dataclasses.asdict(stats.mcnemar(hits[exact], hits[name], name))
         out[name] = {
             "hits": k,
             "n": n,
@@ -134,7 +137,7 @@ def summarise_facts(records: Sequence[dict]) -> dict:
             "score": stats.mean([r["score"] for r in rows], f"score of {name}").as_dict(),
             "depths": by_depth(rows),
             "of_exact": k / n_exact if n_exact else None,
-            "over_exact": stats.share_difference(hits[name], hits["exact"], name).as_dict(),
+            "over_exact": stats.share_difference(hits[name], hits[exact], name).as_dict(),
             "p": mcnemar["p"],
             "mcnemar_exact": mcnemar,
             "rows": float(np.mean([r["n_rows"] for r in rows])),

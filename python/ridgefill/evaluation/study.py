@@ -88,6 +88,25 @@ def about(what: str) -> str:
     return (ours | FACTS).get(what) or tasks.TASKS[what].about
 
 
+def about_model(model: lib.Model) -> dict:
+    """What a result says of a model."""
+    return {
+        "file": Path(model.path).name,
+        "sha256": file_sha256(model.path),
+        "architecture": model.architecture,
+        "n_layer": model.n_layer,
+        "file_type": model.meta("general.file_type"),
+    }
+
+
+def make_windows(model: lib.Model, docs: Sequence[Document], n: int, n_prefix: int, n_scored: int, seed: int) -> list[texts.Window]:
+    """One window in each of n documents of all sources. Raises EvaluationError where they are too few, too short or have one name."""
+    chosen = texts.spread(docs, n)
+    if twice := sorted({d.name for d in chosen if [c.name for c in chosen].count(d.name) > 1}):
+        raise EvaluationError(f"documents: expected names that differ, found {twice[0]} more than once")
+    return texts.windows(model, chosen, n_prefix, n_scored, seed)
+
+
 def check_sets(sets: Sequence[str]) -> None:
     if unknown := sorted(set(sets) - set(SETS)):
         raise EvaluationError(f"sets: expected some of {', '.join(SETS)}, found {', '.join(unknown)}")
@@ -147,13 +166,7 @@ class Study:
             self._stack.close()
             raise
         self.about = {
-            "model": {
-                "file": Path(model.path).name,
-                "sha256": file_sha256(model.path),
-                "architecture": model.architecture,
-                "n_layer": model.n_layer,
-                "file_type": model.meta("general.file_type"),
-            },
+            "model": about_model(model),
             "maps": [
                 {
                     "split": m.split, "kind": m.kind, "file": Path(m.path).name, "hash": m.hash,
@@ -181,10 +194,7 @@ class Study:
     def _make(self, what: str, docs: Sequence[Document], around: Sequence[Document], text: tasks.Text | None) -> list:
         s, model = self.settings, self.engine.model
         if what == "loss":
-            chosen = texts.spread(docs, s.documents)
-            if twice := sorted({d.name for d in chosen if [c.name for c in chosen].count(d.name) > 1}):
-                raise EvaluationError(f"documents: expected names that differ, found {twice[0]} more than once")
-            return texts.windows(model, chosen, s.prefix, s.scored, s.seed)
+            return make_windows(model, docs, s.documents, s.prefix, s.scored, s.seed)
         if what in FACTS:
             return facts.make_items(model, around, what, s.items, s.seed, s.rows, s.item_tail, self._n_sink)
         task = splices.TASK if what == splices.NAME else what
