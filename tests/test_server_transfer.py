@@ -102,6 +102,16 @@ def test_the_second_request_on_each_of_two_slots_is_answered_as_the_first(source
         assert s.completion(prompt, id_slot=1, cache_prompt=False)["tokens"] == expected
 
 
+def test_prompts_that_do_not_fit_into_the_sources_cache_together_are_answered_all_the_same(source, mapper, model, prompt):  # noqa: F811
+    """One cache of 1,536 cells for three slots, in turn: what the source keeps for slots that are idle makes way."""
+    with Server(model, *flags(source, mapper, "--kv-unified", "-c", 1536), np=3) as s:
+        prompts = [prompt_tokens(s, N, start=200 * i) for i in range(3)]
+        for i in (0, 1, 2, 0):
+            answer = s.completion(prompts[i], id_slot=i, cache_prompt=False)
+            assert ridge_of(answer)["filled"] == N - TAIL - SINK, ridge_of(answer)
+            assert answer["tokens"] == by_library(source, model, mapper, prompts[i])
+
+
 @pytest.mark.parametrize("chunks", [0, 2])
 def test_a_client_that_goes_away_leaves_a_slot_that_answers(chunks, source, mapper, model, prompt):  # noqa: F811
     with Server(model, *flags(source, mapper, "--ridge-step-rows", 16)) as s:

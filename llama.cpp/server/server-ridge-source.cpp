@@ -47,9 +47,9 @@ int32_t server_ridge_source::run(llama_seq_id seq_id, const std::vector<llama_to
     const int32_t last = std::min<int32_t>(n_common + n, tokens.size());
 
     int32_t status = decode_rows(ctx.get(), seq_id, tokens, n_common, last);
-    if (status == 1) { // no room: what it keeps of the other sequences may go
+    if (status == 1) { // no room: what it keeps of sequences that nobody works on may go
         for (auto & [id, other] : held) {
-            if (id != seq_id) {
+            if (!working.count(id)) {
                 llama_memory_seq_rm(llama_get_memory(ctx.get()), id, -1, -1);
                 other.clear();
             }
@@ -69,6 +69,8 @@ class transfer_work : public server_ridge_work {
     transfer_work(server_ridge_source & source, llama_context * ctx, llama_seq_id seq_id, std::vector<llama_token> prefix, int32_t n_past, int32_t n_step)
         : source(source), ctx(ctx), seq_id(seq_id), prefix(std::move(prefix)), n_past(n_past),
           n_own(std::max(n_past, std::min<int32_t>(llama_ridge_mapper_n_sink(source.get_mapper()), this->prefix.size()))), n_step(n_step) {
+        source.working.insert(seq_id);
+
         const int32_t n_rows = this->prefix.size();
         const auto steps = [&](int32_t n) { return (n + n_step - 1)/n_step; };
 
@@ -83,6 +85,7 @@ class transfer_work : public server_ridge_work {
     }
 
     ~transfer_work() override {
+        source.working.erase(seq_id);
         const bool done = transfer && llama_ridge_transfer_get_stats(transfer).n_done == res.n_filled;
         llama_ridge_transfer_free(transfer);
         if (!done && n_at > n_past) {

@@ -10,6 +10,7 @@
 
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -39,6 +40,7 @@ class server_ridge_source {
     std::unique_ptr<llama_ridge_mapper, free_mapper> mapper;
 
     std::map<llama_seq_id, std::vector<llama_token>> held; // tokens of each sequence of the source's cache
+    std::set<llama_seq_id> working;                        // those of which rows are being mapped
 
     // Run tokens of a prompt that the sequence lacks, at most n of them. 0, or as llama_decode().
     int32_t run(llama_seq_id seq_id, const std::vector<llama_token> & tokens, int32_t n);
