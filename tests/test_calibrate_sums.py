@@ -324,7 +324,7 @@ def test_files_that_are_no_sums_are_refused(there, tmp_path):
     assert "There is no item named 'header.json'" in refusal(**there)
     with zipfile.ZipFile(tmp_path / "s.npz", "w") as z:
         z.writestr("header.json", json.dumps({"format": "ridgefill sums", "version": 99}))
-    assert "not of the format 'ridgefill sums', version 1" in refusal(**there)
+    assert "not of the format 'ridgefill sums' or 'ridgefill mapper sums', version 1" in refusal(**there)
     with pytest.raises(SumsError, match="no such file of sums: /no/sums"):
         Reader("/no/sums")
 

@@ -18,7 +18,6 @@ from ridgefill.attention import Attention
 from ridgefill.errors import OutputExists, RidgeError, RidgefillError, StatisticsError
 from ridgefill.hf import CheckpointError
 from ridgefill.mapper import fit, sidecar
-from ridgefill.mapper.models import PairError
 from ridgefill.mapper.sums import PairHeader
 from ridgefill.sums_file import Reader, SumsError
 from test_calibrate_sums import stopping_at
@@ -159,7 +158,7 @@ def test_a_checkpoint_runs_the_text_in_place_of_its_file(source, target, corpus,
         assert a.maps[part].sources == b.maps[part].sources
         assert 0 < np.abs(np.subtract(a.maps[part].r2_head, b.maps[part].r2_head)).max() < 5e-3
     names = [f"{role}_checkpoint={Path(name).name} in f32" for role, name in (("source", checkpoint_of(source)), ("target", checkpoint_of(target)))]
-    assert b.calibration.options[-2:] == names
+    assert b.calibration.options[-3:] == [*names, "lambda=0.01"]
     with pytest.raises(CheckpointError, match="expected model type llama or mistral"):
         fit.MapperFit(config(source, target, corpus, tmp_path / "x.gguf", source_checkpoint=str(checkpoint_of(target))))
     with pytest.raises(RidgefillError, match="checkpoint: expected a folder, or OWNER/NAME of the hub, found 'nowhere.gguf'"):
@@ -171,10 +170,8 @@ def test_a_checkpoint_runs_the_text_in_place_of_its_file(source, target, corpus,
 #
 
 
-def test_another_tokenizer_is_refused(source, corpus, tmp_path, monkeypatch):  # noqa: F811
-    texts, types, merges = pico.vocabulary()
-    monkeypatch.setattr(pico, "vocabulary", lambda: (texts, types, merges[:-1]))
-    other = pico.build(tmp_path / "o.gguf", "qwen3", n_layer=2, head=32)
+def test_another_tokenizer_is_refused(source, corpus, tmp_path):  # noqa: F811
+    other = pico.build(tmp_path / "o.gguf", "qwen3", n_layer=2, head=32, tokenizer=pico.Tokenizer(merges=("q q",)))
     refused = runner.invoke(cli.app, arguments(source, other, corpus, "--out", tmp_path / "m.gguf"))
     assert refused.exit_code == 15
     assert "error: tokenizer: expected the same in both models, found " in refused.stderr

@@ -181,7 +181,7 @@ def test_maps_that_say_the_truth_score_1(scored, corpus, tmp_path):  # noqa: F81
 def test_sums_do_not_depend_on_where_blocks_are_cut():
     rng = np.random.default_rng(0)
     y, p = 1000 + rng.normal(size=(2, 300, 8)).astype(np.float32)
-    whole, parts = score._R2(), score._R2()
+    whole, parts = score.R2(), score.R2()
     whole.add(y, p)
     for at in range(0, 300, 37):
         parts.add(y[at : at + 37], p[at : at + 37])

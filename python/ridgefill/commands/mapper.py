@@ -22,7 +22,7 @@ Both = Annotated[bool, typer.Option("--both", help="a second mapper from the tar
 Select = Annotated[str, typer.Option(help="how source layers are chosen: r2 (those that predict best alone) or greedy (those that add most to the ones before, which takes longer)")]
 Criterion = Annotated[str, typer.Option(help="how the number of source layers is chosen: r2, or cosine of attention outputs, which takes longer and has one number for K and V of a layer")]
 Numbers = Annotated[list[str] | None, typer.Option("--k", help="number of source layers to try, or all; may be given several times [default: 1, 2, 4, 6, 8, 10, 12, 16, 20, 24, all]")]
-Lambdas = Annotated[list[float] | None, typer.Option("--lambda", help="scale-free penalty to try; may be given several times [default: five from 1e-4 to 1]")]
+Lambdas = Annotated[list[float] | None, typer.Option("--lambda", help="scale-free penalty to try; may be given several times [default: seven from 1e-6 to 1]")]
 MapType = Annotated[str, typer.Option(help="f32, f16, q8_0, q4_1 or q4_0")]
 Tail = Annotated[int, typer.Option(min=0, help="recommended tail to record: last rows that the target runs itself")]
 
@@ -243,15 +243,15 @@ def _print_scores(mapper) -> None:
 
     s, share = mapper.scores, share_read(mapper.scores)
     ratio = {part: rows_per_feature(mapper, part) for part in mapper.maps}
-    names = ("R²", "lowest head", "concentration", "rows per feature")
-    table = Table("layer", *(f"{name} of {part.upper()}" for part in mapper.maps for name in names), "cosine", "of mean rows", "regained")
+    names = ("R²", "worst head", "conc.", "rows per feature")
+    table = Table("layer", *(f"{name} {part.upper()}" for part in mapper.maps for name in names), "cosine", "of mean rows", "regained")
     for il in range(mapper.target.n_layer):
         cells = [
             x
             for part in mapper.maps
             for x in (s.r2[part][il].mean(), s.r2[part][il].min(), s.concentration[part][il].mean(), ratio[part][il])
         ]
-        table.add_row(str(il), *(f"{x:.3f}" for x in (*cells, s.cosine[il].mean(), s.cosine_mean[il].mean(), share[il])))
+        table.add_row(str(il), *(f"{x:.3g}" for x in (*cells, s.cosine[il].mean(), s.cosine_mean[il].mean(), share[il])))
     stdout.print(table)
 
 

@@ -46,7 +46,7 @@ def plot(mapper: Mapper, out: str | os.PathLike) -> None:
 
 
 def _heat(axes, r2: np.ndarray, title: str, x: str, y: str):
-    image = axes.imshow(r2, vmin=0, vmax=1, origin="lower", aspect="auto", interpolation="nearest", cmap="cividis")
+    image = axes.imshow(r2, vmin=0, vmax=1, origin="lower", aspect="auto", interpolation="nearest", cmap="viridis")
     axes.set(title=title, xlabel=x, ylabel=y)
     for axis, n in ((axes.xaxis, r2.shape[1]), (axes.yaxis, r2.shape[0])):
         axis.set_ticks(range(0, n, max(1, n // 8)))

@@ -21,7 +21,7 @@ from ..solve import RANK_TOLERANCE, Centred, Ridge, check_fit, check_varies
 from ..statistics import Moments
 from .sums import NAMES, TARGET, PairLayout
 
-LAMBDAS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+LAMBDAS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 ALL_LAYERS = 0  # as a number of source layers
 KS = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24, ALL_LAYERS)
 SELECTIONS = ("r2", "greedy")
