@@ -15,6 +15,7 @@ from ...evaluation.texts import rng
 from .engine import Arm, Engine
 
 N_CHOICES = 4
+N_TOKENS = 64  # room for an answer of of_fact() behind its prompt
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from ...evaluation.page import Column, Table, pictures, template
-from ...evaluation.plots import svg  # noqa: F401  (says so where matplotlib is missing, before the figures below need it)
 from . import plots, study, turns
 
 TEMPLATE = Path(__file__).with_name("mapper.html.j2")

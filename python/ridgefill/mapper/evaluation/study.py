@@ -78,7 +78,7 @@ class Settings:
     def n_ctx(self, sets: Sequence[str]) -> int:
         """Cells that the longest item of these sets needs, files of tasks left out."""
         needs = {"loss": self.prefix + self.scored, turns.NAME: self.turns * self.turn}
-        return max([needs["loss"], *(needs.get(what, self.rows + self.answer + 1) for what in sets)])
+        return max([needs["loss"], *(needs.get(what, self.rows + max(self.answer, choices.N_TOKENS)) for what in sets)])
 
 
 def about(what: str) -> str:
