@@ -47,7 +47,7 @@ evaluate() { # MODEL.gguf NAME, then options: results/NAME.json
     [ $rc = 0 ] || [ $rc = 6 ] || exit $rc # 6: finished before
     found=("$work/$name"/*/result.json)
     [ ${#found[@]} = 1 ] || { echo "study.sh: expected one finished result in $work/$name, found ${#found[@]}: remove the old ones" >&2; exit 1; }
-    cp "${found[0]}" "$results/$name.json"
+    "$bin/python" -m json.tool --compact "${found[0]}" "$results/$name.json"
 }
 
 join() { local IFS=,; echo "$*"; }
