@@ -50,9 +50,10 @@ def retention(arm: np.ndarray, floor: np.ndarray, target: np.ndarray, what: str)
         return None
     try:
         with np.errstate(all="ignore"):
-            return stats.ratio(floor - arm, floor - target, what).as_dict()
+            found = stats.ratio(floor - arm, floor - target, what).as_dict()
     except EvaluationError:  # some draw of the bootstrap has no gap at all
         return None
+    return {key: x + 0 for key, x in found.items()}  # no negative zeros
 
 
 def compare(what: str, records: Sequence[dict]) -> list[dict]:
