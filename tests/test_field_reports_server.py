@@ -26,7 +26,7 @@ from llama_server import BINARY, ServerError
 
 
 @pytest.mark.field_report(
-    12, "server-ridge.cpp", "status = llama_ridge_prefill_step(j.prefill);", "while ((status = llama_ridge_prefill_step(j.prefill)) == LLAMA_RIDGE_OK) {}"
+    12, "server-ridge.cpp", "status = j.work->step();", "while ((status = j.work->step()) == LLAMA_RIDGE_OK) {}"
 )
 def test_field_report_12_a_neighbours_longest_gap_is_shorter_with_a_fill(model, maps):
     """An exact prompt takes a batch at a time, a fill a ubatch: here a quarter, so that the noise of a machine does not matter.
@@ -75,7 +75,7 @@ def all_at_once(server, prompts, mode: str) -> list[dict | str]:
 
 
 @pytest.mark.field_report(
-    15, "server-ridge.cpp", "end_slot(id_slot, j, llama_ridge_last_error());\n        return;", "run_exactly(id_slot, j, status);\n        return;"
+    15, "server-ridge.cpp", "end_slot(id_slot, j, j.work ? j.work->error() : llama_ridge_last_error());\n        return;", "run_exactly(id_slot, j, status);\n        return;"
 )
 def test_field_report_15_of_four_prompts_too_many_only_the_loser_gets_an_error(model, maps):
     """One cache for all, with room for three of them."""
@@ -263,7 +263,7 @@ def test_field_report_32_every_flag_has_a_test_that_moves_a_counter(patched_lib)
     assert shown == tested | set(elsewhere)
 
 
-@pytest.mark.field_report(37, "server-ridge.cpp", "    jobs.erase(it);\n    metrics->ridge.count_cancelled();", "    metrics->ridge.count_cancelled();")
+@pytest.mark.field_report(37, "server-ridge.cpp", "    jobs.erase(it); // takes the rows out of the cache\n    metrics->ridge.count_cancelled();", "    metrics->ridge.count_cancelled();")
 @pytest.mark.parametrize("mode", ["fill", "identity", "nofill", "plumb", "off"])
 def test_field_report_37_a_request_that_comes_again_is_answered(model, maps, prompt, mode):
     """On a cache hit, after a client left in the middle, after another mode; greedy text does not change."""
