@@ -40,22 +40,47 @@ def of_page(table: page.Table) -> str:
     return (f"\n**{table.title}**\n\n" if table.title else "\n") + markdown(table.head, rows)
 
 
+def splits_of(summary: dict) -> tuple[list[int], list[str], dict[tuple[int, str], dict]]:
+    """Splits, ways of filling, and what was found for each pair of them that was measured, of arms without further exact rows."""
+    plain = {name: a for name, a in ((name, Arm.parse(name)) for name in summary) if a.split and a.rows == "none"}
+    found = {(a.split, way(a)): summary[name] for name, a in plain.items()}
+    return sorted({a.split for a in plain.values()}), list(dict.fromkeys(map(way, plain.values()))), found
+
+
 def by_split(summary: dict) -> str:
-    """Hits of arms without further exact rows, a row for each split; and from which split on each keeps KEPT of exact's. "" where
-    fewer than two splits were measured.
-    """
-    arms = {name: Arm.parse(name) for name in summary}
-    plain = {name: a for name, a in arms.items() if a.split and a.rows == "none"}
-    splits, ways = sorted({a.split for a in plain.values()}), list(dict.fromkeys(way(a) for a in plain.values()))
+    """Hits, a row for each split; and from which split on each way keeps KEPT of exact's. "" where fewer than two were measured."""
+    splits, ways, found = splits_of(summary)
     if len(splits) < 2:
         return ""
-    found = {(a.split, way(a)): summary[name] for name, a in plain.items()}
     rows = [[str(s), *(page.written(found[s, w]["share"], ".3f") if (s, w) in found else "" for w in ways)] for s in splits]
-    back = [_back({s: found[s, w] for s in splits if (s, w) in found}) for w in ways]
     exact = summary["exact"]
     return (
         f"\nBy split; exact {page.written(exact['share'], '.3f')} of {exact['n']}. Last row: the lowest split from which on at least "
-        f"{KEPT:.0%} of exact's hits are kept.\n\n" + markdown(["split", *ways], [*rows, ["back from", *back]])
+        f"{KEPT:.0%} of exact's hits are kept.\n\n" + markdown(["split", *ways], [*rows, ["back from", *backs(summary).values()]])
+    )
+
+
+def backs(summary: dict) -> dict[str, str]:
+    """By way of filling."""
+    splits, ways, found = splits_of(summary)
+    return {w: _back({s: found[s, w] for s in splits if (s, w) in found}) for w in ways}
+
+
+def back_from(results: dict[str, dict]) -> str:
+    """The last rows of by_split() of all models and tasks that have some."""
+    rows, ways = [], {}
+    for name, result in results.items():
+        for what in (w for w in result["sets"] if w in tasks.TASKS and by_split(result[w]["summary"])):
+            exact, back = result[what]["summary"]["exact"], backs(result[what]["summary"])
+            ways |= dict.fromkeys(back)
+            n_layer = result["model"]["n_layer"]
+            rows.append(([name, str(n_layer), what, f"{page.written(exact['share'], '.3f')} of {exact['n']}"], back))
+    if not rows:
+        return ""
+    table = [[*head, *(back.get(w, "") for w in ways)] for head, back in rows]
+    return (
+        f"\n## Where recall comes back\n\nThe lowest split from which on at least {KEPT:.0%} of exact's hits are kept, by what fills the rows.\n\n"
+        + markdown(["model", "layers", "task", "exact", *ways], table)
     )
 
 
@@ -156,7 +181,7 @@ def section(name: str, result: dict) -> str:
 def render(folder: Path) -> str:
     """The page for the results in a folder, in the order of their names."""
     results = {p.stem: json.loads(p.read_text()) for p in sorted(folder.glob("*.json"), key=lambda p: p.stem)}
-    across = head_norm(results) + chosen_rows(results)
+    across = back_from(results) + head_norm(results) + chosen_rows(results)
     sections = [section(name, result) for name, result in results.items()]
     return HEAD + (across + "".join(sections) or "\nNothing is measured yet.\n")
 

@@ -47,6 +47,19 @@ def test_recall_by_split_says_from_where_on_it_is_back():
     assert results_tables.by_split(facts_summary({"exact": 40, "fill-S2:kv": 3})) == ""
 
 
+def test_all_models_and_tasks_stand_in_one_table():
+    of = lambda **hits: {"summary": facts_summary({"exact": 40} | {k.replace("_", "-").replace("kv", ":kv"): v for k, v in hits.items()})}  # noqa: E731
+    results = {
+        "a": {"sets": ["loss", "single", "passwords"], "model": {"n_layer": 8}, "loss": {}, "single": of(fill_S2kv=0, fill_S3kv=40), "passwords": of(fill_S2kv=1)},
+        "b": {"sets": ["single"], "model": {"n_layer": 9}, "single": of(identity_S2=40, identity_S5=40, fill_S2kv=1, fill_S5kv=2)},
+    }
+    head, _, *rows = table_rows(results_tables.back_from(results))
+    assert head == ["model", "layers", "task", "exact", "kv", "identity"]
+    assert [[*r[:3], *r[4:]] for r in rows] == [["a", "8", "single", "3", ""], ["b", "9", "single", "none of these", "2"]]
+    assert rows[0][3].startswith("1.000 [0.912") and rows[0][3].endswith("of 40")
+    assert results_tables.back_from({"a": {"sets": ["loss"], "loss": {}}}) == ""
+
+
 def test_a_loss_beside_another_implementations_is_judged_by_its_tolerance():
     summary = report.summarise_loss(loss_records({"exact": 0.0, "fill-S19:input": 0.0245, "fill-S15:input": 0.12}))
     rows = {r[0]: r for r in table_rows(results_tables.beside(summary))}
