@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ridgefill import lib
-from server_util import BATCH, N, TAIL, UBATCH, Server, model, plain, prompt, prompt_tokens, ridge_of, start_failure  # noqa: F401
+from server_util import BATCH, N, TAIL, UBATCH, Server, model, plain, prompt, prompt_tokens, random_maps, ridge_of, start_failure  # noqa: F401
 from test_transfer import identity_mapper, random_weights, side_of, write_mapper
 
 SINK = 4
@@ -65,6 +65,13 @@ def test_the_answer_is_that_of_the_library_and_the_counts_say_what_came_from_whe
         assert props["mode"] == "transfer" and props["transfer"]["loaded"] and props["transfer"]["reason"] is None
         with lib.Model(source) as a, lib.Model(model) as b, lib.Mapper(a, b, mapper) as m:
             assert props["transfer"]["hash"] == m.hash and props["transfer"]["tail"] == TAIL and props["transfer"]["sink"] == SINK
+
+
+def test_maps_and_a_mapper_serve_side_by_side(source, mapper, model, prompt, tmp_path):  # noqa: F811
+    with Server(model, *flags(source, mapper, "--ridge-mode", "transfer"), maps=random_maps(model, tmp_path)) as s:
+        assert ridge_of(s.completion(prompt))["mode"] == "transfer"
+        filled = ridge_of(s.completion(prompt, "fill"))
+        assert (filled["mode"], filled["reason"], filled["cached_filled"]) == ("fill", None, 0) and filled["filled"] > 0
 
 
 def test_a_model_that_is_its_own_source_answers_as_without_one(model, prompt, exact, tmp_path):  # noqa: F811

@@ -67,9 +67,9 @@ void server_ridge::load_maps() {
         no_maps_message = llama_ridge_last_error(); // in the log already
         return;
     }
-    const llama_ridge_params usual = request_params({}, mode_of({}));
+    const llama_ridge_params usual = request_params({}, LLAMA_RIDGE_MODE_FILL);
     SRV_INF("ridge: maps loaded: kind %s, split %d, tail %d, mode %s, sha256 %.12s\n", llama_ridge_maps_kind(maps),
-            usual.split, usual.n_tail, llama_ridge_mode_name(usual.mode), llama_ridge_maps_hash(maps));
+            usual.split, usual.n_tail, llama_ridge_mode_name(mode_of({})), llama_ridge_maps_hash(maps));
 }
 
 void server_ridge::load_source(const common_params & params) {
